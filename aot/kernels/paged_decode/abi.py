@@ -1,0 +1,116 @@
+"""What a launch of each paged-decode kernel looks like: declared here, checked against the PTX at build.
+
+Imports no compiler, so that a plan or a cached build costs nothing.
+"""
+
+from __future__ import annotations
+
+from cubinery.runtime.arch import Arch
+from cubinery.runtime.config import KernelConfig
+from cubinery.runtime.manifest import KernelRecord, TensorMapSpec, pack_params
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig, ReduceConfig
+
+REDUCE_WARPS = 4
+"""Warps of a reduction CTA; each merges every fourth split of one query row."""
+
+
+def declare(config: KernelConfig, arch: Arch) -> KernelRecord:
+    """The launch record of a configuration, without resources (the builder reads those back)."""
+    if isinstance(config, DecodeConfig):
+        return _decode(config, arch)
+    assert isinstance(config, ReduceConfig)
+    return _reduce(config)
+
+
+def kv_map(config: DecodeConfig, name: str) -> TensorMapSpec:
+    """The tensor map of K or V: one box is 128 bytes of head_dim by the rows of a page in a stage."""
+    inner = 128 // config.kv_bytes
+    return TensorMapSpec(
+        name=f"{name}_map",
+        pointer=name,
+        dtype={"fp8": "uint8", "bf16": "bfloat16"}[config.kv_format],
+        box=(inner, min(config.page_size, config.stage_keys), 1, 1),
+        element_strides=(1, 1, 1, 1),
+        extents=(config.head_dim, config.page_size, "num_kv_heads", "num_pages"),
+        strides=(f"{name}_row_bytes", f"{name}_head_bytes", f"{name}_page_bytes"),
+        swizzle="128B",
+        l2_promotion="256B",
+    )
+
+
+def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
+    params = pack_params(
+        ("k_map", "tensor_map"),
+        ("v_map", "tensor_map"),
+        ("q", "pointer"),
+        ("block_table", "pointer"),  # int32 (num_seqs, block_table_stride)
+        ("seq_lens", "pointer"),  # int32 (num_seqs,)
+        ("work", "pointer"),  # int32 (num_work, 4): seq, tile_begin, tile_end, partial slot
+        ("splits", "pointer"),  # int32 (num_seqs, 2): n_splits, first partial slot
+        ("q_descale", "pointer"),  # fp32, addressed by (seq, head) strides like the next two
+        ("k_descale", "pointer"),
+        ("v_descale", "pointer"),
+        ("o", "pointer"),
+        ("lse", "pointer"),  # fp32 (num_seqs, num_kv_heads, n_q)
+        ("o_partial", "pointer"),  # fp32 (slots, num_kv_heads, n_q, head_dim)
+        ("m_partial", "pointer"),  # fp32 (slots, num_kv_heads, n_q), in units of the LSE
+        ("l_partial", "pointer"),  # fp32 (slots, num_kv_heads, n_q)
+        ("num_kv_heads", "i32"),
+        ("n_q", "i32"),  # packed query rows of one KV head: q_len * group_size
+        ("group_size", "i32"),  # query heads of one KV head
+        ("num_pages", "i32"),
+        ("block_table_stride", "i32"),  # entries of one row of the block table
+        ("q_seq", "i32"),  # element strides of Q and O
+        ("q_token", "i32"),
+        ("q_head", "i32"),
+        ("o_seq", "i32"),
+        ("o_token", "i32"),
+        ("o_head", "i32"),
+        ("q_descale_seq", "i32"),
+        ("q_descale_head", "i32"),
+        ("k_descale_seq", "i32"),
+        ("k_descale_head", "i32"),
+        ("v_descale_seq", "i32"),
+        ("v_descale_head", "i32"),
+        ("scale_qs", "f32"),
+        ("scale_o", "f32"),
+    )
+    return KernelRecord(
+        role="decode",
+        symbol="cubinery_paged_decode_mma_0",
+        block=(config.threads, 1, 1),
+        grid=("num_work", "q_tiles", "num_kv_heads"),
+        params=params,
+        tensor_maps=(kv_map(config, "k"), kv_map(config, "v")),
+        dynamic_smem=config.smem_bytes(arch),
+        carveout=100,
+        min_ctas_per_sm=config.ctas_per_sm,
+        pdl=config.pdl,
+    )
+
+
+def _reduce(config: ReduceConfig) -> KernelRecord:
+    params = pack_params(
+        ("o_partial", "pointer"),
+        ("m_partial", "pointer"),
+        ("l_partial", "pointer"),
+        ("splits", "pointer"),
+        ("o", "pointer"),
+        ("lse", "pointer"),
+        ("num_kv_heads", "i32"),
+        ("n_q", "i32"),
+        ("group_size", "i32"),
+        ("o_seq", "i32"),
+        ("o_token", "i32"),
+        ("o_head", "i32"),
+        ("scale_o", "f32"),
+    )
+    return KernelRecord(
+        role="reduce",
+        symbol="cubinery_paged_decode_reduce_0",
+        block=(32 * REDUCE_WARPS, 1, 1),
+        grid=("rows", "num_seqs", 1),  # rows = num_kv_heads * n_q
+        params=params,
+        min_ctas_per_sm=1,
+        pdl=config.pdl,
+    )

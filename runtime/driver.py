@@ -1,0 +1,94 @@
+"""The narrow seam between cubinery and whatever executes a kernel.
+
+`CudaDriver` (cuda.py) is a GPU through cuda-python; `SimDriver` (aot/ptxsim) executes PTX on the CPU;
+tests bring fakes. All receive the same manifest records, packed parameters and tensor maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NewType, Protocol
+
+from cubinery.runtime.manifest import TensorMapSpec
+
+DevicePointer = NewType("DevicePointer", int)
+"""An address in a device's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What a driver says of one device."""
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    sm_count: int
+    driver_version: int
+    """CUDA API version that the driver supports: 13000."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Everything of a launch that is not a parameter."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    dynamic_smem: int = 0
+    carveout: int = -1
+    pdl: bool = False
+
+
+class PreparedLaunch(Protocol):
+    """A launch whose driver structures exist already, so that repeating it costs one driver call.
+
+    `params` is the packed parameter buffer (one bytearray, offsets as in the manifest); the owner
+    may change its bytes between launches. Not safe for two threads at once.
+    """
+
+    params: memoryview
+
+    def set_grid(self, grid: tuple[int, int, int]) -> None: ...
+
+    def launch(self, stream: int) -> None:
+        """Enqueue on a raw stream handle (0 is the default stream). Raises DriverError."""
+
+
+class Driver(Protocol):
+    """One process's access to its devices."""
+
+    def device_count(self) -> int: ...
+
+    def device_info(self, device: int) -> DeviceInfo: ...
+
+    def load_module(self, device: int, image: bytes) -> Any:
+        """Load a cubin (or what this driver executes) on a device; returns an opaque module."""
+
+    def get_kernel(self, module: Any, symbol: str) -> Any:
+        """The kernel of that name in a module; returns an opaque kernel bound to the module's device."""
+
+    def kernel_params(self, kernel: Any) -> Sequence[tuple[int, int]]:
+        """(offset, size) of every parameter, as the loaded code has them."""
+
+    def set_dynamic_smem(self, kernel: Any, size: int) -> None:
+        """Allow launches of `kernel` to use `size` bytes of dynamic shared memory."""
+
+    def prepare(self, kernel: Any, config: LaunchConfig, param_layout: Sequence[tuple[int, int]]) -> PreparedLaunch: ...
+
+    def encode_tensor_map(
+        self, spec: TensorMapSpec, address: int, extents: Sequence[int], strides: Sequence[int]
+    ) -> bytes:
+        """The 128 bytes of a CUtensorMap; extents in elements, strides in bytes for dimensions 1 and up."""
+
+    def is_capturing(self, stream: int) -> bool: ...
+
+    def allocate(self, device: int, size: int) -> DevicePointer: ...
+
+    def free(self, device: int, pointer: DevicePointer) -> None: ...
+
+    def copy_to_device(self, device: int, pointer: DevicePointer, data: bytes) -> None: ...
+
+    def copy_from_device(self, device: int, pointer: DevicePointer, size: int) -> bytes: ...
+
+    def synchronize(self, device: int) -> None: ...

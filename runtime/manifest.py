@@ -1,0 +1,146 @@
+"""The manifest: everything a launch needs, as data. The reader owns the format.
+
+`Manifest.read` validates once and returns frozen dataclasses; inner code trusts them.
+The JSON Schema of the same format is published as docs/manifest.schema.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+SCHEMA_VERSION = 1
+"""Version this reader writes and the only one that it accepts."""
+
+MANIFEST_NAME = "manifest.json"
+
+ParamKind = Literal["pointer", "i32", "i64", "f32", "tensor_map"]
+PARAM_SIZE: dict[str, int] = {"pointer": 8, "i32": 4, "i64": 8, "f32": 4, "tensor_map": 128}
+PARAM_ALIGN: dict[str, int] = {"pointer": 8, "i32": 4, "i64": 8, "f32": 4, "tensor_map": 64}
+
+Swizzle = Literal["none", "32B", "64B", "128B"]
+Interleave = Literal["none", "16B", "32B"]
+L2Promotion = Literal["none", "64B", "128B", "256B"]
+OobFill = Literal["zero", "nan"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One kernel parameter. `name` is the launch value (or tensor map) that fills it."""
+
+    name: str
+    kind: ParamKind
+    offset: int
+    size: int
+    align: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMapSpec:
+    """How to encode one CUtensorMap.
+
+    `extents` (innermost first, elements) and `strides` (bytes, for dimensions 1 and up, so one
+    fewer than `extents`) hold launch-value names or literal integers; `pointer` names the launch
+    value with the base address.
+    """
+
+    name: str
+    pointer: str
+    dtype: str
+    """CUtensorMapDataType without its prefix, lower case: uint8, bfloat16, ..."""
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    extents: tuple[str | int, ...]
+    strides: tuple[str | int, ...]
+    swizzle: Swizzle = "none"
+    interleave: Interleave = "none"
+    l2_promotion: L2Promotion = "none"
+    oob_fill: OobFill = "zero"
+
+    @property
+    def rank(self) -> int:
+        return len(self.box)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the compiler spent, read back from the cubin."""
+
+    registers: int
+    stack: int
+    """Bytes of stack frame a thread: spills and dynamically indexed arrays."""
+    static_smem: int
+    ctas_per_sm: int
+    """CTAs that really fit an SM of the arch by registers, threads and shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRecord:
+    """The launch of one kernel of an artifact."""
+
+    role: str
+    """What the family calls it: `decode`, `reduce`."""
+    symbol: str
+    block: tuple[int, int, int]
+    grid: tuple[str | int, str | int, str | int]
+    """Names of launch values, or literals."""
+    params: tuple[ParamSpec, ...]
+    tensor_maps: tuple[TensorMapSpec, ...] = ()
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    dynamic_smem: int = 0
+    carveout: int = -1
+    """Preferred shared memory carveout in percent; -1 leaves the driver's default."""
+    min_ctas_per_sm: int = 1
+    pdl: bool = False
+    resources: Resources | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of the bundle: path relative to the manifest, with its sha256 and size in bytes."""
+
+    path: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One key's cubin and everything needed to launch it."""
+
+    key: str
+    family: str
+    impl: str
+    arch: str
+    config: dict[str, Any]
+    source_digest: str
+    cubin: FileRecord
+    kernels: tuple[KernelRecord, ...]
+    requires: tuple[str, ...] = ()
+    emitted: dict[str, FileRecord] = field(default_factory=dict)
+    """Files kept beside the cubin by `emit`: ptx, object, header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One arch's bundle."""
+
+    arch: str
+    package_version: str
+    toolchain: dict[str, str]
+    """Distribution name to version, of all that shaped the code."""
+    min_driver: int
+    """CUDA driver API version that the cubins need, as cuDriverGetVersion gives it: 13000."""
+    ptx_version: str
+    artifacts: tuple[Artifact, ...]
+
+
+def pack_params(*params: tuple[str, ParamKind]) -> tuple[ParamSpec, ...]:
+    """Lay out (name, kind) pairs in order by the kernel ABI: each aligned to its own alignment."""
+    specs, offset = [], 0
+    for name, kind in params:
+        size, align = PARAM_SIZE[kind], PARAM_ALIGN[kind]
+        offset = -(-offset // align) * align
+        specs.append(ParamSpec(name, kind, offset, size, align))
+        offset += size
+    return tuple(specs)

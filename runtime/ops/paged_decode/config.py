@@ -1,0 +1,128 @@
+"""Compile-time axes of paged decode, and the budgets that follow from them.
+
+Shared by the builder and the runtime; imports neither torch nor the compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from cubinery.runtime.arch import Arch
+from cubinery.runtime.config import KernelConfig, axis
+from cubinery.runtime.errors import ConfigError
+
+TILE_KEYS = 128
+"""Keys of one tile: the unit in which the planner cuts sequences into chunks."""
+
+KV_BITS = {"bf16": 16, "fp8": 8}
+"""Bits of one stored K or V element, by kv_format."""
+
+MAX_SPLITS = 256
+"""Most chunks that one sequence may be cut into; the reduction loops over them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig(KernelConfig):
+    """The `mma` decode kernel: TMA loads, warp-level mma.sync, split-KV; one source for every arch."""
+
+    family: ClassVar[str] = "paged_decode"
+    impl: ClassVar[str] = "mma"
+
+    head_dim: int = axis("d", choices=(128, 256), doc="elements of one head")
+    page_size: int = axis("p", choices=(16, 32, 64, 128), doc="keys in one page of the cache")
+    kv_format: str = axis("kv", choices=("bf16", "fp8"), doc="stored element of K and V")
+    q_dtype: str = axis("qt", choices=("bf16",), default="bf16", doc="element of Q")
+    q_len: int = axis("q", choices=(1, 2, 3, 4, 5, 6, 7, 8), default=1, doc="new tokens per sequence")
+    causal: bool = axis("causal", choices=(True, False), default=True, doc="token i sees keys up to L - q_len + i")
+    row_tile: int = axis("t", choices=(16, 32, 64), default=16, doc="packed query rows of one CTA")
+    ctas_per_sm: int = axis("cps", choices=(1, 2), default=2, doc="CTAs that must fit one SM")
+    pdl: bool = axis("pdl", choices=(True, False), default=False, doc="programmatic dependent launch")
+
+    def canonical(self) -> Self:
+        """Without a causal mask the kernel does not depend on q_len, and with one token there is no mask."""
+        if not self.causal:
+            return dataclasses.replace(self, q_len=1, causal=True)
+        return self
+
+    def check_arch(self, arch: Arch) -> None:
+        stages = self.stages(arch)
+        if stages < 3:
+            raise ConfigError(
+                f"paged_decode.mma: head_dim {self.head_dim} with {self.kv_format} leaves {stages} ring stages "
+                f"at ctas_per_sm {self.ctas_per_sm} on {arch.name}: expected at least 3"
+            )
+
+    def requires(self) -> tuple[KernelConfig, ...]:
+        return (ReduceConfig(head_dim=self.head_dim, pdl=self.pdl),)
+
+    # -- derived, never enumerated -------------------------------------------------------------
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one stored K or V element."""
+        return KV_BITS[self.kv_format] // 8
+
+    @property
+    def stage_keys(self) -> int:
+        """Keys of one ring stage: a whole tile, or half of one where a tile of K exceeds 16 KiB."""
+        return TILE_KEYS if TILE_KEYS * self.head_dim * self.kv_bytes <= 16 * 1024 else TILE_KEYS // 2
+
+    @property
+    def row_warps(self) -> int:
+        """Groups of 16 query rows; each is served by `key_warps` warps."""
+        return self.row_tile // 16
+
+    @property
+    def key_warps(self) -> int:
+        """Warps that share a stage's keys, each with a running softmax of its own.
+
+        Two CTAs of an SM share its registers; a warp takes 16 keys at least (one MMA's depth).
+        """
+        return min(8 // self.ctas_per_sm // self.row_warps, self.stage_keys // 16)
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that compute; one more loads."""
+        return self.row_warps * self.key_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.consumer_warps + 1)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one ring stage, which holds keys of K or of V."""
+        return self.stage_keys * self.head_dim * self.kv_bytes
+
+    @property
+    def q_bytes(self) -> int:
+        """Shared memory for the query tile, two bytes an element."""
+        return self.row_tile * self.head_dim * 2
+
+    FIXED_SMEM: ClassVar[int] = 1024 + 1024
+    """Alignment of the dynamic segment for 128-byte swizzles, then barriers and row statistics."""
+
+    def stages(self, arch: Arch) -> int:
+        """Ring stages that fit beside the other buffers, at most 16."""
+        room = arch.smem_budget(self.ctas_per_sm) - self.FIXED_SMEM - self.q_bytes
+        return min(16, room // self.stage_bytes)
+
+    def smem_bytes(self, arch: Arch) -> int:
+        """Dynamic shared memory that a launch passes."""
+        return self.FIXED_SMEM + self.q_bytes + self.stages(arch) * self.stage_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceConfig(KernelConfig):
+    """The kernel that merges the partial results of split sequences."""
+
+    family: ClassVar[str] = "paged_decode"
+    impl: ClassVar[str] = "reduce"
+
+    head_dim: int = axis("d", choices=(128, 256), doc="elements of one head")
+    pdl: bool = axis("pdl", choices=(True, False), default=False, doc="programmatic dependent launch")
+
+
+CONFIGS: dict[str, type[KernelConfig]] = {c.impl: c for c in (DecodeConfig, ReduceConfig)}
