@@ -1,0 +1,87 @@
+# Everything here sets itself up: the first target that needs the virtual environment makes it.
+#   make kernels ARCH=sm_110a     compile every top-level spec (but smoke) into build/kernels/sm_110a
+#   make test                     the whole test suite
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+
+VENV    ?= .venv
+PYTHON  ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3)
+BASE_PYTHON ?= python3
+ARCH    ?=
+SPEC    ?=
+OUT     ?= build/kernels
+BUNDLE  ?= build/kernels
+DIST    ?= dist
+JOBS    ?=
+PYTEST_ARGS ?=
+
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+comma := ,
+ARCHS := $(subst $(comma), ,$(ARCH))
+ARCH_FLAGS  = $(foreach a,$(ARCHS),--arch $(a))
+BUILD_FLAGS = $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) --out $(OUT) $(if $(JOBS),--jobs $(JOBS))
+
+.PHONY: help kernels test lint format type contract wheel gpu-test bench clean distclean install need-arch
+
+help:  ## Show this list
+	@echo "Targets (variables: ARCH, SPEC, OUT, JOBS, BUNDLE, DIST, PYTEST_ARGS, PYTHON):"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | while IFS='|' read -r t d; do printf '  %-12s %s\n' "$$t" "$$d"; done
+
+# The stamp depends on what decides the environment's content, and is only made when all of it succeeded.
+$(STAMP): pyproject.toml constraints.txt
+	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"cubinery needs Python 3.11 or newer; $(BASE_PYTHON) is {v[0]}.{v[1]}: set BASE_PYTHON=python3.x")'
+	@test -x $(PY) || $(BASE_PYTHON) -m venv $(VENV) || { \
+	  echo "cannot make $(VENV): on Debian or Ubuntu install python3-venv, or set BASE_PYTHON" >&2; rm -rf $(VENV); exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[build,dev,bench]'
+	@touch $@
+
+install: $(STAMP)  ## Make .venv with everything that building and testing need
+
+need-arch:
+	@test -n "$(strip $(ARCH))" || { \
+	  echo "ARCH is not set: name one or more of" \
+	    $$(sed -n 's/^ *_arch("\([a-z0-9_]*\)".*/\1/p' src/cubinery/runtime/arch.py) \
+	    "- for example: make $(firstword $(MAKECMDGOALS)) ARCH=sm_110a" >&2; exit 2; }
+
+kernels: need-arch $(STAMP)  ## Compile the specs for ARCH=... (one or several) into build/kernels/<arch>
+	@$(PY) build_kernels.py build $(BUILD_FLAGS)
+
+wheel: need-arch $(STAMP)  ## Pack build/kernels/<arch> of ARCH=... and cubinery itself as wheels into dist/
+	@for a in $(ARCHS); do $(PY) build_kernels.py wheel --arch $$a --bundle $(BUNDLE) --out $(DIST) || exit $$?; done
+	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w $(DIST) .
+
+test: $(STAMP)  ## Run every test that needs no GPU (a GPU's are skipped where there is none)
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## ruff
+	@$(PY) -m ruff check .
+
+format: $(STAMP)  ## Let ruff fix and format what it can
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+type: $(STAMP)  ## mypy, strict
+	@$(PY) -m mypy
+
+contract: $(STAMP)  ## import-linter: imports point down
+	@$(VENV)/bin/lint-imports --no-logo
+
+# The next two run on a machine with a GPU, a prebuilt bundle and no compiler: no set-up, any Python with the
+# run-time dependencies and pytest.
+gpu-test:  ## Run the GPU tests against BUNDLE=... (needs no compiler)
+	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+bench:  ## Measure BUNDLE=... on this machine's GPU and draw the roofline (needs no compiler)
+	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks $(BENCH_ARGS)
+
+clean:  ## Remove what builds and tools wrote; keeps .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf src/*.egg-info
+	find aot runtime tests benchmarks examples src -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean  ## clean, and remove .venv
+	rm -rf $(VENV)
