@@ -27,6 +27,14 @@ class BundleError(CubineryError):
     """A bundle's folder or manifest is missing, malformed or of an unknown version."""
 
 
+class ManifestVersionError(BundleError):
+    """A manifest's format or schema version is not one that this reader knows."""
+
+
+class BundleConflictError(BundleError):
+    """Two opened bundles hold the same key with different bytes."""
+
+
 class IntegrityError(BundleError):
     """A file's bytes are not those that its manifest recorded."""
 

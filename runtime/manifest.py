@@ -1,18 +1,30 @@
 """The manifest: everything a launch needs, as data. The reader owns the format.
 
 `Manifest.read` validates once and returns frozen dataclasses; inner code trusts them.
-The JSON Schema of the same format is published as docs/manifest.schema.json.
+The JSON Schema of the same format is published as docs/manifest.schema.json. In the file, names are
+those of the dataclass fields; fields that have a default may be left out, unknown ones are errors.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from cubinery.runtime.errors import BundleError
+
+FORMAT = "cubinery.manifest"
+"""What the file says it is, in its first member."""
 
 SCHEMA_VERSION = 1
 """Version this reader writes and the only one that it accepts."""
 
 MANIFEST_NAME = "manifest.json"
+
+MAX_PARAM_BYTES = 32764
+"""Most bytes of parameters that a kernel may take."""
 
 ParamKind = Literal["pointer", "i32", "i64", "f32", "tensor_map"]
 PARAM_SIZE: dict[str, int] = {"pointer": 8, "i32": 4, "i64": 8, "f32": 4, "tensor_map": 128}
@@ -103,6 +115,16 @@ class FileRecord:
     sha256: str
     size: int
 
+    def locate(self, root: Path) -> Path:
+        """The file below the bundle folder `root`, or BundleError where a link leads out of it.
+
+        The path itself was checked when the manifest was read; links are only visible on disk.
+        """
+        found = root / self.path
+        if not found.resolve().is_relative_to(root.resolve()):
+            raise BundleError(f"{root}: {self.path} leads outside of the bundle, to {found.resolve()}: refused")
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
@@ -120,6 +142,14 @@ class Artifact:
     emitted: dict[str, FileRecord] = field(default_factory=dict)
     """Files kept beside the cubin by `emit`: ptx, object, header."""
 
+    def kernel(self, role: str) -> KernelRecord:
+        """The record with that role. Raises BundleError naming the roles there are."""
+        for record in self.kernels:
+            if record.role == role:
+                return record
+        roles = ", ".join(record.role for record in self.kernels)
+        raise BundleError(f"{self.key}: no kernel has the role {role!r}: expected one of {roles}")
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -133,6 +163,58 @@ class Manifest:
     """CUDA driver API version that the cubins need, as cuDriverGetVersion gives it: 13000."""
     ptx_version: str
     artifacts: tuple[Artifact, ...]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Read and validate a manifest; `path` is the file or the bundle folder that holds it.
+
+        Raises BundleError (file, place inside it, value, expectation) and ManifestVersionError.
+        """
+        file = Path(path)
+        if file.is_dir():
+            file = file / MANIFEST_NAME
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise BundleError(f"{file}: cannot read the manifest: {error.strerror}") from error
+        return cls.loads(data, str(file))
+
+    @classmethod
+    def loads(cls, data: bytes | str, source: str = "<manifest>") -> Self:
+        """Parse and validate a manifest's text; `source` names it in errors."""
+        from cubinery.runtime.manifest_json import decode
+
+        return decode(cls, data, source)
+
+    def dumps(self) -> str:
+        """The manifest as JSON text: the same bytes for equal manifests, artifacts in key order.
+
+        Validates what it wrote by reading it back, so that no writer can produce what no reader takes.
+        """
+        from cubinery.runtime.manifest_json import encode
+
+        text = encode(self)
+        type(self).loads(text, "<manifest being written>")
+        return text
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write to a file, or to `manifest.json` of a folder, whole or not at all. Returns the file."""
+        file = Path(path)
+        if file.is_dir():
+            file = file / MANIFEST_NAME
+        text = self.dumps()
+        handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.chmod(temporary, 0o644)  # mkstemp made it private; a bundle is for others to read
+            os.replace(temporary, file)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return file
 
 
 def pack_params(*params: tuple[str, ParamKind]) -> tuple[ParamSpec, ...]:
