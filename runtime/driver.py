@@ -43,6 +43,8 @@ class LaunchConfig:
 class PreparedLaunch(Protocol):
     """A launch whose driver structures exist already, so that repeating it costs one driver call.
 
+    It works on any stream of its device, whichever device is current, and under graph capture.
+
     `params` is the packed parameter buffer (one bytearray, offsets as in the manifest); the owner
     may change its bytes between launches. Not safe for two threads at once.
     """
@@ -60,10 +62,16 @@ class Driver(Protocol):
 
     def device_count(self) -> int: ...
 
+    def current_device(self) -> int:
+        """The device that the calling thread uses now; 0 where it chose none."""
+
     def device_info(self, device: int) -> DeviceInfo: ...
 
     def load_module(self, device: int, image: bytes) -> Any:
-        """Load a cubin (or what this driver executes) on a device; returns an opaque module."""
+        """Load a cubin (or what this driver executes) on a device; returns an opaque module.
+
+        Modules stay loaded for the life of the process: a captured graph may hold their kernels.
+        """
 
     def get_kernel(self, module: Any, symbol: str) -> Any:
         """The kernel of that name in a module; returns an opaque kernel bound to the module's device."""
@@ -74,7 +82,11 @@ class Driver(Protocol):
     def set_dynamic_smem(self, kernel: Any, size: int) -> None:
         """Allow launches of `kernel` to use `size` bytes of dynamic shared memory."""
 
-    def prepare(self, kernel: Any, config: LaunchConfig, param_layout: Sequence[tuple[int, int]]) -> PreparedLaunch: ...
+    def prepare(self, kernel: Any, config: LaunchConfig, param_layout: Sequence[tuple[int, int]]) -> PreparedLaunch:
+        """Build what a launch needs; `param_layout` is (offset, size) of every parameter.
+
+        The first call for a kernel also sets its shared memory carveout, so make it before a capture.
+        """
 
     def encode_tensor_map(
         self, spec: TensorMapSpec, address: int, extents: Sequence[int], strides: Sequence[int]

@@ -126,7 +126,7 @@ def _record(value: Any, cls: type, where: str) -> dict[str, Any]:
 def _list(value: Any, where: str, length: int | None = None) -> list[Any]:
     if type(value) is not list or (length is not None and len(value) != length):
         _fail(where, f"{value!r:.60}: expected a list" + (f" of {length}" if length is not None else ""))
-    return value  # type: ignore[no-any-return]
+    return list(value)
 
 
 def _int(value: Any, where: str, low: int, high: int | None = None) -> int:
