@@ -1,0 +1,338 @@
+"""The split planner: worked examples of the specification, brute force, invariants, quality, host time."""
+
+from __future__ import annotations
+
+import heapq
+import timeit
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cubinery.runtime.errors import PlanError
+from cubinery.runtime.ops.paged_decode import planner
+from cubinery.runtime.ops.paged_decode.planner import SplitPlan, plan_splits
+
+quick = settings(max_examples=150, deadline=None, derandomize=True)
+TILE = 128
+
+
+def thor(seq_lens: list[int], **options: Any) -> SplitPlan:
+    """A plan for 20 SMs, two CTAs each, four KV heads, one query tile: ten slots."""
+    machine = {"num_kv_heads": 4, "q_tiles": 1, "sm_count": 20, "ctas_per_sm": 2}
+    return plan_splits(seq_lens, policy="thor", **(machine | options))
+
+
+def sizes(plan: SplitPlan) -> list[int]:
+    return [int(end - begin) for _, begin, end, _ in plan.work[: plan.num_items]]
+
+
+def splits(plan: SplitPlan) -> list[int]:
+    return [int(n) for n in plan.splits[:, 0]]
+
+
+# -- the specification's worked examples ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "chunk", "expected"),
+    [
+        ([1024], 1, [8]),
+        ([131072], 103, [10]),
+        ([262144], 205, [10]),
+        ([4096, 128], 4, [8, 1]),
+        ([65536, 65536, 65536, 128], 171, [3, 3, 3, 1]),
+        ([4096] * 10, 32, [1] * 10),
+    ],
+)
+def test_thor_worked_examples(seq_lens: list[int], chunk: int, expected: list[int]) -> None:
+    plan = thor(seq_lens)
+    assert (plan.slots, plan.chunk_tiles, splits(plan)) == (10, chunk, expected)
+
+
+def test_thor_last_chunks() -> None:
+    assert sizes(thor([131072])) == [103] * 9 + [97]
+    assert sizes(thor([262144])) == [205] * 9 + [203]
+
+
+def test_case_15_longest_items_first() -> None:
+    plan = thor([4096, 128])
+    assert plan.num_items == 9
+    assert sizes(plan) == [4] * 8 + [1]
+    assert plan.work[:8, 0].tolist() == [0] * 8
+    assert plan.work[:8, 1].tolist() == list(range(0, 32, 4))
+
+
+def test_case_16_max_splits() -> None:
+    assert (thor([131072], max_splits=4).chunk_tiles, splits(thor([131072], max_splits=4))) == (256, [4])
+    assert (thor([131072], max_splits=1).chunk_tiles, splits(thor([131072], max_splits=1))) == (1024, [1])
+
+
+def test_case_17_forced_splits() -> None:
+    plan = thor([1024, 256], force_splits=3)
+    assert (plan.chunk_tiles, splits(plan), sizes(plan)) == (3, [3, 1], [3, 3, 2, 2])
+    assert plan.work[:, 0].tolist() == [0, 0, 0, 1]  # ties keep sequence, then chunk order
+
+
+def test_case_18_zero_length() -> None:
+    plan = thor([0, 300])
+    assert splits(plan) == [1, 3]
+    assert [0, 0, 1, 0] in plan.work.tolist()
+
+
+def test_case_19_padding() -> None:
+    plan, padded = thor([4096, 128]), thor([4096, 128], pad_to=16)
+    assert padded.num_work == 16
+    assert padded.num_items == 9
+    assert padded.work[:9].tolist() == plan.work.tolist()
+    assert not padded.work[9:].any()
+    with pytest.raises(PlanError, match="pad_to = 8: the plan has 9 work items"):
+        thor([4096, 128], pad_to=8)
+
+
+def test_partial_slots_are_global_and_compact() -> None:
+    plan = thor([300, 128, 300], force_splits=3)
+    assert plan.splits.tolist() == [[3, 0], [1, 0], [3, 3]]
+    assert plan.num_partials == 6
+    slots = {(int(s), int(b)): int(slot) for s, b, _, slot in plan.work}
+    assert slots == {(0, 0): 0, (0, 1): 1, (0, 2): 2, (1, 0): 0, (2, 0): 3, (2, 1): 4, (2, 2): 5}
+
+
+# -- brute force ------------------------------------------------------------------------------------
+
+
+def thor_by_the_letter(
+    seq_lens: list[int], slots: int, max_splits: int, force: int, min_chunk: int
+) -> tuple[int, list[int], list[tuple[int, int, int]]]:
+    """Section 6 of the specification in plain Python, chunk lengths tried one by one."""
+    tiles = [max(1, -(-n // TILE)) for n in seq_lens]
+    longest = max(tiles)
+    low = max(min_chunk, -(-longest // max_splits))
+    if force:
+        chunk = max(low, -(-longest // force))
+    elif len(tiles) >= slots or max_splits == 1:
+        chunk = longest
+    elif low >= longest:
+        chunk = low
+    else:
+        chunk = next(c for c in range(low, longest + 1) if sum(-(-t // c) for t in tiles) <= slots)
+    items = [(i, b, min(b + chunk, t)) for i, t in enumerate(tiles) for b in range(0, t, chunk)]
+    items.sort(key=lambda item: item[1] - item[2])
+    return chunk, [-(-t // chunk) for t in tiles], items
+
+
+lengths = st.lists(st.one_of(st.integers(0, 3000), st.integers(0, 300_000)), min_size=1, max_size=24)
+
+
+@quick
+@given(lengths, st.integers(1, 16), st.integers(1, 20), st.integers(0, 20), st.integers(1, 4), st.integers(1, 64))
+def test_thor_equals_the_letter(
+    seq_lens: list[int], heads: int, max_splits: int, force: int, min_chunk: int, sms: int
+) -> None:
+    plan = plan_splits(
+        seq_lens, policy="thor", num_kv_heads=heads, q_tiles=1, sm_count=sms, ctas_per_sm=2,
+        max_splits=max_splits, force_splits=force, min_chunk_tiles=min_chunk,
+    )  # fmt: skip
+    chunk, counts, items = thor_by_the_letter(seq_lens, max(1, sms * 2 // heads), max_splits, force, min_chunk)
+    assert plan.chunk_tiles == chunk
+    assert splits(plan) == counts
+    assert [tuple(row) for row in plan.work[:, :3].tolist()] == items
+
+
+@quick
+@given(
+    lengths,
+    st.sampled_from(planner.POLICIES),
+    st.integers(1, 16),
+    st.integers(1, 3),
+    st.integers(1, 148),
+    st.integers(1, 256),
+    st.one_of(st.just(0), st.integers(1, 300)),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_invariants(
+    seq_lens: list[int], policy: planner.Policy, heads: int, q_tiles: int, sms: int, max_splits: int, force: int,
+    min_chunk: int, pad: bool,
+) -> None:  # fmt: skip
+    options: dict[str, Any] = {
+        "policy": policy, "num_kv_heads": heads, "q_tiles": q_tiles, "sm_count": sms, "ctas_per_sm": 2,
+        "max_splits": max_splits, "force_splits": force, "min_chunk_tiles": min_chunk,
+    }  # fmt: skip
+    plan = plan_splits(seq_lens, **options)
+    if pad:
+        options["pad_to"] = plan.num_items + 5
+        padded = plan_splits(seq_lens, **options)
+        assert padded.num_work == plan.num_items + 5
+        assert not padded.work[padded.num_items :].any()
+        plan = padded
+    tiles = [max(1, -(-n // TILE)) for n in seq_lens]
+    items = [tuple(row) for row in plan.work[: plan.num_items].tolist()]
+    assert [e - b for _, b, e, _ in items] == sorted((e - b for _, b, e, _ in items), reverse=True)
+    used: list[int] = []
+    for seq, count in enumerate(tiles):
+        chunks = sorted((b, e, slot) for s, b, e, slot in items if s == seq)
+        assert [b for b, _, _ in chunks] == [0] + [e for _, e, _ in chunks[:-1]]  # contiguous
+        assert chunks[-1][1] == count
+        assert all(b < e for b, e, _ in chunks)
+        n, first = plan.splits[seq].tolist()
+        assert n == len(chunks) <= max_splits
+        if policy == "balanced":
+            assert max(e - b for b, e, _ in chunks) - min(e - b for b, e, _ in chunks) <= 1
+            assert n == 1 or min(e - b for b, e, _ in chunks) >= min_chunk
+        if n > 1:
+            assert [slot for _, _, slot in chunks] == list(range(first, first + n))
+            used += range(first, first + n)
+    assert used == list(range(plan.num_partials))
+    assert plan.work.dtype == plan.splits.dtype == np.int32
+    assert plan.work.flags.c_contiguous
+    assert plan.splits.flags.c_contiguous
+    assert plan.max_splits == max(splits(plan))
+
+
+@quick
+@given(lengths, st.integers(1, 8), st.integers(0, 40))
+def test_balanced_stays_within_its_padding(seq_lens: list[int], heads: int, spare: int) -> None:
+    capacity = len(seq_lens) + spare
+    plan = plan_splits(seq_lens, num_kv_heads=heads, q_tiles=1, sm_count=132, ctas_per_sm=2, pad_to=capacity)
+    assert plan.num_work == capacity
+    assert plan.num_items <= capacity
+
+
+def test_balanced_stays_within_its_padding_for_large_batches() -> None:
+    seq_lens = np.random.default_rng(7).integers(0, 100_000, 300)
+    for spare in (0, 1, 17, 200, 900):
+        plan = plan_splits(seq_lens, num_kv_heads=1, q_tiles=1, sm_count=132, ctas_per_sm=2, pad_to=300 + spare)
+        assert plan.num_items <= 300 + spare
+        assert spare < 200 or plan.num_items > 300  # two pieces need about 150 more
+
+
+# -- quality of the balanced policy -------------------------------------------------------------------
+
+
+def h200(seq_lens: Any, heads: int, **options: Any) -> SplitPlan:
+    return plan_splits(seq_lens, num_kv_heads=heads, q_tiles=1, sm_count=132, ctas_per_sm=2, **options)
+
+
+def test_one_long_sequence_fills_the_machine() -> None:
+    plan = h200([131072], 8)
+    assert splits(plan) == [33]
+    assert set(sizes(plan)) == {31, 32}
+
+
+def test_many_even_sequences_stay_unsplit() -> None:
+    assert h200([2048] * 128, 8).num_partials == 0
+    assert h200([4096] * 32, 8).num_partials == 0
+
+
+def test_more_sequences_than_slots_are_still_split_by_work() -> None:
+    plan = h200([131072] + [2048] * 255, 8)
+    assert plan.splits[0, 0] >= 16
+    assert set(splits(plan)[1:]) == {1}
+
+
+def makespan(plan: SplitPlan, heads: int, resident: int) -> float:
+    """List scheduling of the grid in launch order: every free CTA slot takes the next CTA."""
+    free = [0.0] * resident
+    for _ in range(heads):
+        for seq, begin, end, _ in plan.work[: plan.num_items].tolist():
+            split = plan.splits[seq, 0] > 1
+            cost = end - begin + planner.CTA_TILES + planner.PARTIAL_TILES * split
+            heapq.heapreplace(free, free[0] + cost)
+    return max(free) + planner.REDUCE_TILES * (plan.num_partials > 0)
+
+
+BATCHES = {
+    "one": [131072],
+    "short": [4096],
+    "even": [2048] * 128,
+    "uneven": [65536] + [4096] * 31,
+    "outlier": [131072] + [2048] * 255,
+    "pairs": [16384] * 16,
+    "eights": [8192] * 64,
+    "random": np.random.default_rng(3).integers(1, 65536, 256).tolist(),
+    "few": np.random.default_rng(4).integers(1, 65536, 12).tolist(),
+}
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_balanced_is_near_the_best_uniform_cut(batch: str, heads: int) -> None:
+    """Against every number of pieces of the longest sequence, by simulating the grid."""
+    seq_lens = BATCHES[batch]
+    chosen = makespan(h200(seq_lens, heads), heads, 264)
+    tried = (1, 2, 4, 8, 16, 33, 66, 128)
+    best = min(makespan(h200(seq_lens, heads, force_splits=n), heads, 264) for n in tried)
+    assert chosen <= 1.12 * best
+
+
+# -- arguments ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "message"),
+    [
+        ([], "shape (0,): expected (num_seqs,) with at least one sequence"),
+        ([[1, 2]], "shape (1, 2): expected (num_seqs,)"),
+        (5, "shape (): expected (num_seqs,)"),
+        ([1.5], "dtype float64: expected integers"),
+        ([True], "dtype bool: expected integers"),
+        (["12"], "expected integers"),
+        ([[1], [1, 2]], "seq_lens is not an array of integers"),
+        ([3, -1], "seq_lens[1] = -1: expected 0 to 2147483520"),
+        ([3, 2**31 - 1], "seq_lens[1] = 2147483647: expected 0 to 2147483520"),
+        ([2**40], f"seq_lens[0] = {2**40}: expected 0 to"),
+    ],
+)
+def test_bad_lengths(seq_lens: Any, message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        h200(seq_lens, 1)
+    assert message in str(error.value)
+
+
+def test_device_lengths_are_refused() -> None:
+    class OnDevice:
+        class device:  # noqa: N801 - the attribute of a tensor
+            type = "cuda"
+
+            def __str__(self) -> str:
+                return "cuda:0"
+
+        device_object = device()
+
+    lengths_on_device = OnDevice()
+    lengths_on_device.device = OnDevice.device()  # type: ignore[misc, assignment]
+    with pytest.raises(PlanError, match="seq_lens is on cuda:0: expected lengths on the host"):
+        h200(lengths_on_device, 1)
+
+
+def test_the_longest_sequence_is_planned() -> None:
+    plan = h200([planner.MAX_LENGTH], 1)
+    assert plan.work[:, 2].max() == 2**24 - 1
+    assert int(plan.work[:, 2].max()) * TILE < 2**31
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "best"}, "policy = 'best': expected one of thor, balanced"),
+        ({"max_splits": 0}, "max_splits = 0: expected at least 1"),
+        ({"max_splits": 257}, "max_splits = 257: expected at most 256"),
+        ({"force_splits": -1}, "force_splits = -1: expected at least 0"),
+        ({"min_chunk_tiles": 0}, "min_chunk_tiles = 0: expected at least 1"),
+        ({"pad_to": 2}, "pad_to = 2: 3 sequences need at least as many work items"),
+        ({"pad_to": 4, "force_splits": 2}, "pad_to = 4: the plan has 6 work items"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        h200([300, 300, 300], 1, **options)
+    assert message in str(error.value)
+
+
+def test_host_time_for_256_sequences() -> None:
+    """A loose bound, for shared test machines; benchmarks hold the real one (100 us)."""
+    seq_lens = np.random.default_rng(5).integers(1, 65536, 256).tolist()
+    assert min(timeit.repeat(lambda: h200(seq_lens, 8), number=5, repeat=10)) / 5 < 1e-3
