@@ -79,7 +79,7 @@ def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
         role="decode",
         symbol="cubinery_paged_decode_mma_0",
         block=(config.threads, 1, 1),
-        grid=("num_work", "q_tiles", "num_kv_heads"),
+        grid=("q_tiles", "num_kv_heads", "num_work"),  # neighbours share keys in L2 and in DRAM pages
         params=params,
         tensor_maps=(kv_map(config, "k"), kv_map(config, "v")),
         dynamic_smem=config.smem_bytes(arch),
@@ -87,6 +87,11 @@ def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
         min_ctas_per_sm=config.ctas_per_sm,
         pdl=config.pdl,
     )
+
+
+def reduce_smem_bytes(config: ReduceConfig) -> int:
+    """One fp32 row a warp."""
+    return REDUCE_WARPS * config.head_dim * 4
 
 
 def _reduce(config: ReduceConfig) -> KernelRecord:
@@ -111,6 +116,6 @@ def _reduce(config: ReduceConfig) -> KernelRecord:
         block=(32 * REDUCE_WARPS, 1, 1),
         grid=("rows", "num_seqs", 1),  # rows = num_kv_heads * n_q
         params=params,
-        min_ctas_per_sm=1,
+        dynamic_smem=reduce_smem_bytes(config),
         pdl=config.pdl,
     )

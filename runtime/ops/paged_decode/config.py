@@ -84,12 +84,21 @@ class DecodeConfig(KernelConfig):
 
     @property
     def consumer_warps(self) -> int:
-        """Warps that compute; one more loads."""
+        """Warps that compute: whole warpgroups, since registers are moved between those."""
         return self.row_warps * self.key_warps
 
     @property
     def threads(self) -> int:
-        return 32 * (self.consumer_warps + 1)
+        """The consumers and one warpgroup whose first warp loads."""
+        return 32 * (self.consumer_warps + 4)
+
+    def registers(self, arch: Arch) -> tuple[int, int]:
+        """Registers a thread of (loading, computing) warps after the loading warpgroup gave its own away."""
+        groups = self.threads // 128
+        at_launch = min(248, arch.registers_per_sm // (self.threads * self.ctas_per_sm) // 8 * 8)
+        loading = 72
+        computing = (at_launch * groups - loading) // (groups - 1) // 8 * 8
+        return loading, min(240, computing)
 
     @property
     def stage_bytes(self) -> int:
@@ -101,8 +110,8 @@ class DecodeConfig(KernelConfig):
         """Shared memory for the query tile, two bytes an element."""
         return self.row_tile * self.head_dim * 2
 
-    FIXED_SMEM: ClassVar[int] = 1024 + 1024
-    """Alignment of the dynamic segment for 128-byte swizzles, then barriers and row statistics."""
+    FIXED_SMEM: ClassVar[int] = 2048
+    """Barriers, row scales and results, then row statistics; a multiple of the swizzle's 1024 bytes."""
 
     def stages(self, arch: Arch) -> int:
         """Ring stages that fit beside the other buffers, at most 16."""

@@ -1,0 +1,1 @@
+"""Pieces that kernels of every family share."""

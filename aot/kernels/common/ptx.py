@@ -1,0 +1,203 @@
+"""Single PTX instructions as trace-time functions, all common to sm_90a, sm_100a, sm_103a and sm_110a.
+
+Addresses are plain integers: `Int32` in the shared window, `Int64` in global memory. Fragment layouts
+are those of the PTX ISA's warp-level matrix instructions; `c` is lane % 4 and `g` is lane // 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+inline = cute.arch.inline_ptx
+Fragment = Sequence[Any]
+
+# -- matrices ------------------------------------------------------------------------------------
+
+
+def ldmatrix_x4(address: Int32, *, transpose: bool = False) -> tuple[Uint32, ...]:
+    """Four 8x8 matrices of 16-bit elements; lane 8i + r gives the address of row r of matrix i."""
+    trans = ".trans" if transpose else ""
+    return inline(
+        "ldmatrix.sync.aligned.m8n8.x4" + trans + ".shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def mma_m16n8k16(dtype: str, a: Fragment, b: Fragment, acc: Fragment) -> list[Float32]:
+    """acc + A B for A 16x16 (4 registers) and B 16x8 (2 registers) of `dtype` ("f16" or "bf16"), fp32 acc."""
+    return list(
+        inline(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
+            "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
+            "{{$r6}, {$r7}, {$r8}, {$r9}};",
+            write_only_types=[Float32] * 4,
+            read_only_args=[*a, *b, *acc],
+        )
+    )
+
+
+# -- conversions ---------------------------------------------------------------------------------
+
+
+def e4m3x4_to_f16x2x2(codes: Uint32) -> tuple[Uint32, Uint32]:
+    """Four e4m3 codes to two f16x2 registers (low pair, high pair); exact, NaN stays NaN."""
+    return inline(
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; "
+        "cvt.rn.f16x2.e4m3x2 {$w0}, lo; cvt.rn.f16x2.e4m3x2 {$w1}, hi; }",
+        write_only_types=[Uint32, Uint32],
+        read_only_args=[codes],
+    )
+
+
+def pack_f32x2(dtype: str, low: Float32, high: Float32) -> Uint32:
+    """Two fp32 values rounded to nearest even as one f16x2 or bf16x2 register."""
+    return inline(
+        f"cvt.rn.{dtype}x2.f32 " + "{$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[high, low]
+    )
+
+
+def unpack_bf16x2(pair: Uint32) -> tuple[Float32, Float32]:
+    """(low, high) of a bf16x2 register as fp32; exact."""
+    return inline(
+        "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
+    )
+
+
+def permute_bytes(value: Uint32, selector: int) -> Uint32:
+    """The bytes of `value` that the nibbles of `selector` name, lowest first."""
+    return inline(f"prmt.b32 {{$w0}}, {{$r0}}, 0, {selector:#06x};", write_only_types=[Uint32], read_only_args=[value])
+
+
+def exp2(x: Float32) -> Float32:
+    """2**x, approximate (2 ulp), subnormals flushed to zero."""
+    return inline("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def float_bits(x: Float32) -> Int32:
+    """The bits of an fp32 value."""
+    return inline("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def bits_to_float(bits: Int32) -> Float32:
+    """The fp32 value with these bits."""
+    return inline("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def load_global_v4(address: Int64) -> tuple[Uint32, ...]:
+    """16 bytes from global memory."""
+    return inline(
+        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def load_global_f32x4(address: Int64) -> list[Float32]:
+    """Four consecutive fp32 values from global memory."""
+    return list(
+        inline(
+            "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def store_global_v2(address: Int64, values: Fragment) -> None:
+    """8 bytes to global memory."""
+    inline("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *values])
+
+
+def store_global_f32x4(address: Int64, values: Fragment) -> None:
+    """Four consecutive fp32 values to global memory."""
+    inline("st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def load_shared_f32(address: Int32) -> Float32:
+    """One fp32 value from shared memory."""
+    return inline("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
+def load_shared_f32x4(address: Int32) -> list[Float32]:
+    """Four consecutive fp32 values from shared memory."""
+    return list(
+        inline(
+            "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def store_shared_f32(address: Int32, value: Float32) -> None:
+    """One fp32 value to shared memory."""
+    inline("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_shared_f32x2(address: Int32, values: Fragment) -> None:
+    """Two consecutive fp32 values to shared memory."""
+    inline("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *values])
+
+
+def store_shared_f32x4(address: Int32, values: Fragment) -> None:
+    """Four consecutive fp32 values to shared memory."""
+    inline("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def store_shared_v2(address: Int32, values: Fragment) -> None:
+    """8 bytes to shared memory."""
+    inline("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *values])
+
+
+def store_shared_v4(address: Int32, values: Fragment) -> None:
+    """16 bytes to shared memory."""
+    inline("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+# -- barriers and bulk copies --------------------------------------------------------------------
+
+
+def mbarrier_init(barrier: Int32, count: int) -> None:
+    """A barrier whose phase completes after `count` arrivals (and all expected bytes)."""
+    inline("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", read_only_args=[barrier, Int32(count)])
+
+
+def mbarrier_arrive(barrier: Int32) -> None:
+    """One arrival, releasing this thread's earlier accesses to the CTA."""
+    inline("mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier])
+
+
+def mbarrier_arrive_expect_tx(barrier: Int32, nbytes: int) -> None:
+    """One arrival that also makes the phase wait for `nbytes` of bulk copies."""
+    inline(
+        "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [{$r0}], {$r1};",
+        read_only_args=[barrier, Int32(nbytes)],
+    )
+
+
+def mbarrier_wait(barrier: Int32, parity: Int32) -> None:
+    """Block until the phase of this parity has completed."""
+    inline(
+        "{ .reg .pred done; "
+        "WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [{$r0}], {$r1}; "
+        "@!done bra WAIT; }",
+        read_only_args=[barrier, parity],
+    )
+
+
+def tma_load_4d(destination: Int32, tensor_map: Any, coordinates: Sequence[Any], barrier: Int32) -> None:
+    """Start one box of a rank-4 tensor map; its bytes are credited to `barrier`."""
+    inline(
+        "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}}], [{$r6}];",
+        read_only_args=[destination, tensor_map, *coordinates, barrier],
+    )
