@@ -15,17 +15,10 @@ from typing import Any
 from cubinery.aot.errors import InspectError
 from cubinery.aot.inspect import CubinInfo, KernelInfo, occupancy, ptx_params, read_cubin
 from cubinery.runtime.arch import ARCHS
-from cubinery.runtime.errors import BundleError, CubineryError
+from cubinery.runtime.bundle import Bundle
+from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.families import parse_key
 from cubinery.runtime.manifest import MANIFEST_NAME, Artifact, FileRecord, KernelRecord, Manifest
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """One arch's folder and its manifest, read and validated."""
-
-    path: Path
-    manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +53,6 @@ class Audit:
         return not self.findings
 
 
-def find_bundles(path: Path) -> list[Bundle]:
-    """The bundles at `path`: one arch's folder, or the folder above several. Raises BundleError for none."""
-    if (path / MANIFEST_NAME).is_file():
-        return [Bundle(path, Manifest.read(path))]
-    if not path.is_dir():
-        raise BundleError(f"{path}: no such folder: expected a bundle, as `cubinery build` writes it")
-    found = [Bundle(p.parent, Manifest.read(p.parent)) for p in sorted(path.glob(f"*/{MANIFEST_NAME}"))]
-    if not found:
-        raise BundleError(f"{path}: no {MANIFEST_NAME} here or one folder below: expected a bundle")
-    return found
-
-
-def select_bundle(path: Path, arch: str | None = None) -> Bundle:
-    """The one bundle at `path`, of that arch where given. Raises BundleError naming the archs there are."""
-    bundles = find_bundles(path)
-    if arch is not None:
-        bundles = [b for b in bundles if b.manifest.arch == arch] or bundles
-        if bundles[0].manifest.arch == arch:
-            return bundles[0]
-    elif len(bundles) == 1:
-        return bundles[0]
-    archs = ", ".join(b.manifest.arch for b in bundles)
-    raise BundleError(f"{path}: holds {archs}: " + (f"not {arch}" if arch else "say which with --arch"))
-
-
 # -- verify ------------------------------------------------------------------------------------------
 
 Say = Callable[[str, str], None]
@@ -102,13 +70,13 @@ def verify(bundle: Bundle) -> Audit:
             findings.append(Finding(key, check, message))
 
         _check_key(artifact, bundle.manifest, known, say)
-        cubin = _read(bundle.path, artifact.cubin, "sha256", say)
-        emitted = {kind: _read(bundle.path, record, "emitted", say) for kind, record in artifact.emitted.items()}
+        cubin = _read(bundle.root, artifact.cubin, "sha256", say)
+        emitted = {kind: _read(bundle.root, record, "emitted", say) for kind, record in artifact.emitted.items()}
         hashed += sum(len(data) for data in (cubin, *emitted.values()) if data is not None)
         if cubin is not None:
             _check_cubin(artifact, cubin, emitted.get("ptx"), say)
     strays = tuple(_strays(bundle))
-    return Audit(bundle.path, bundle.manifest.arch, len(bundle.manifest.artifacts), hashed, tuple(findings), strays)
+    return Audit(bundle.root, bundle.manifest.arch, len(bundle.manifest.artifacts), hashed, tuple(findings), strays)
 
 
 def _check_key(artifact: Artifact, manifest: Manifest, known: set[str], say: Say) -> None:
@@ -229,8 +197,8 @@ def _strays(bundle: Bundle) -> Iterator[str]:
     named = {MANIFEST_NAME, "report.json"}
     for artifact in bundle.manifest.artifacts:
         named |= {artifact.cubin.path, *(record.path for record in artifact.emitted.values())}
-    for file in sorted(bundle.path.rglob("*")):
-        relative = file.relative_to(bundle.path).as_posix()
+    for file in sorted(bundle.root.rglob("*")):
+        relative = file.relative_to(bundle.root).as_posix()
         if file.is_file() and relative not in named and not file.name.startswith("."):
             yield relative
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from cubinery.aot.audit import Bundle, find_bundles
 from cubinery.aot.inspect import find_tool
 from cubinery.runtime.arch import ARCHS, served_by
+from cubinery.runtime.bundle import Bundle, open_all
 from cubinery.runtime.driver import DeviceInfo, Driver
 from cubinery.runtime.errors import CubineryError
 
@@ -80,11 +80,11 @@ def diagnose(paths: Iterable[Path], driver: Driver | None = None) -> Diagnosis:
         if not path.exists():
             continue
         try:
-            found = find_bundles(path)
+            found = open_all(path)
         except CubineryError as error:
             facts.append(Fact("bundle", "warning", str(error)))
             continue
-        bundles |= {str(b.path): tuple(name for name, archs in can_run.items() if _runs(b, archs)) for b in found}
+        bundles |= {str(b.root): tuple(name for name, archs in can_run.items() if _runs(b, archs)) for b in found}
     return Diagnosis(tuple(facts), tuple(ARCHS) if built else (), can_run, devices, bundles)
 
 

@@ -15,13 +15,11 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cubinery.aot.audit import Bundle, verify
+from cubinery.aot.audit import verify
 from cubinery.aot.store import atomic_write
+from cubinery.runtime.bundle import ENTRY_POINTS, Bundle
 from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.manifest import MANIFEST_NAME, Manifest
-
-ENTRY_POINT_GROUP = "cubinery.kernels"
-"""Group under which kernel wheels name their folder; `Library.installed()` reads it."""
 
 MAX_SIZE = 100 * 1000 * 1000
 """PyPI's default limit of one file, in bytes."""
@@ -75,15 +73,15 @@ def pack(bundle: Bundle, out: Path, *, max_size: int = MAX_SIZE) -> WheelReport:
     if not audit.ok:
         first = audit.findings[0]
         raise WheelError(
-            f"{bundle.path}: refused to pack a bundle that fails verification ({len(audit.findings)} findings; "
-            f"the first: {first}); run `cubinery verify {bundle.path}`, then rebuild"
+            f"{bundle.root}: refused to pack a bundle that fails verification ({len(audit.findings)} findings; "
+            f"the first: {first}); run `cubinery verify {bundle.root}`, then rebuild"
         )
     manifest = _without_emitted(bundle.manifest)
-    members = _members(manifest, bundle.path)
+    members = _members(manifest, bundle.root)
     data = _archive(members, f"{package_name(manifest.arch)}-{manifest.package_version}.dist-info/RECORD")
     if len(data) > max_size:
         raise WheelError(
-            f"{bundle.path}: the wheel would be {len(data) / 1e6:.1f} MB for {len(manifest.artifacts)} kernels, over "
+            f"{bundle.root}: the wheel would be {len(data) / 1e6:.1f} MB for {len(manifest.artifacts)} kernels, over "
             f"the limit of {max_size / 1e6:.1f} MB: build fewer configurations, or raise --max-size if your index "
             f"takes larger files"
         )
@@ -119,7 +117,7 @@ def _members(manifest: Manifest, root: Path) -> dict[str, bytes]:
     members[f"{info}/WHEEL"] = (
         b"Wheel-Version: 1.0\nGenerator: cubinery\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     )  # fmt: skip
-    members[f"{info}/entry_points.txt"] = f"[{ENTRY_POINT_GROUP}]\n{manifest.arch} = {package}\n".encode()
+    members[f"{info}/entry_points.txt"] = f"[{ENTRY_POINTS}]\n{manifest.arch} = {package}\n".encode()
     return members
 
 
