@@ -168,10 +168,14 @@ def _items(tiles: Ints, counts: Ints, chunk: int | None) -> tuple[Int32s, Int32s
     """
     num_seqs = len(tiles)
     splits = np.zeros((num_seqs, 2), np.int32)
+    seq: Any
+    begin: Any
+    slot: Any
     splits[:, 0] = counts
     ends = counts.cumsum()
     total = int(ends[-1])
     if total == num_seqs:
+        # An item of an unsplit sequence has slot 0, which nobody reads.
         seq, begin, size, slot, partials = np.arange(num_seqs), 0, tiles, 0, 0
     else:
         seq = np.arange(num_seqs).repeat(counts)
@@ -183,7 +187,6 @@ def _items(tiles: Ints, counts: Ints, chunk: int | None) -> tuple[Int32s, Int32s
         partials = int(slot_ends[-1])
         first_slot = (slot_ends - owned) * split
         splits[:, 1] = first_slot
-        # An item of an unsplit sequence has index 0 and slot 0, which nobody reads.
         slot = first_slot[seq] + index
         if chunk is None:
             base = tiles // counts

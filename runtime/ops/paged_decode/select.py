@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cubinery.runtime.arch import Arch, resolve
-from cubinery.runtime.config import KernelConfig, with_axes
+from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig
 
@@ -90,7 +90,7 @@ def select(
         try:
             config.check_arch(arch)
         except ConfigError:
-            config = with_axes(config, ctas_per_sm=1)
+            config = replace(config, ctas_per_sm=1)
     config.check_arch(arch)
     return config
 
@@ -102,7 +102,7 @@ DOMAIN_AXES = _PROBLEM_AXES + _CHOICE_AXES
 _REQUIRED_AXES = ("head_dim", "page_size", "kv_format", "group_size")
 
 
-def check_domain(domain: Mapping[str, Sequence[Any]]) -> None:
+def check_domain(domain: Mapping[str, Any]) -> None:
     """Raise ConfigError unless `domain` maps known axes, and all required ones, to non-empty lists."""
     for name, values in domain.items():
         if name not in DOMAIN_AXES:

@@ -1,0 +1,123 @@
+"""What paged decode means: attention over the exactly dequantised values, in float64.
+
+Models paging, grouping of query heads, causal visibility, descales and empty rows. P is not rounded:
+the distance of a kernel from this includes its own rounding, which the tolerances allow for.
+Takes numpy arrays or torch tensors (copied to the host); returns numpy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cubinery.runtime.ops.paged_decode.formats import E4M3
+from cubinery.runtime.ops.paged_decode.quantize import decode
+
+Doubles = NDArray[np.float64]
+
+
+def to_doubles(x: Any) -> Doubles:
+    """float64 of an array or tensor, exactly. uint8 holds e4m3 codes, as caches of 8-bit floats often do."""
+    if not isinstance(x, np.ndarray):
+        x = x.detach().cpu()
+        if x.element_size() == 1:
+            import torch
+
+            x = x.view(torch.uint8).numpy()
+        else:
+            return np.asarray(x.double().numpy())
+    if x.dtype == np.uint8:
+        x = decode(x, E4M3)
+    return np.asarray(x, np.float64)
+
+
+def paged_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    *,
+    q_len: int = 1,
+    causal: bool = True,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    softmax_scale: float | None = None,
+    out_scale: float = 1.0,
+) -> tuple[Doubles, Doubles]:
+    """(o, lse) of one decode step.
+
+    `q` is (num_seqs * q_len, num_q_heads, head_dim) or (num_seqs, q_len, num_q_heads, head_dim); the
+    caches are logical views (num_pages, page_size, num_kv_heads, head_dim) of values (uint8 and
+    float8 are e4m3 codes); `block_table` is (num_seqs, max_blocks), of which only entries below a
+    sequence's length are read; `seq_lens` count keys, the new tokens included. Descales are None (1), a
+    number, or arrays of 1 element, (num_kv_heads,) or (num_seqs, num_kv_heads).
+
+    `o` has the shape of `q`; `lse` is (num_seqs, num_kv_heads, q_len * group_size) in packed row order.
+    A row that sees no key has o = 0 and lse = -inf.
+    """
+    lengths = [int(n) for n in _host(seq_lens)]
+    table = _host(block_table)
+    num_seqs = len(lengths)
+    shape = tuple(q.shape)
+    head_dim, num_q_heads = shape[-1], shape[-2]
+    num_kv_heads, page_size = k_cache.shape[2], k_cache.shape[1]
+    group = num_q_heads // num_kv_heads
+    queries = to_doubles(q).reshape(num_seqs, q_len, num_kv_heads, group, head_dim)
+    sigma = (head_dim**-0.5 if softmax_scale is None else softmax_scale) * (
+        per_seq_head(q_descale, num_seqs, num_kv_heads) * per_seq_head(k_descale, num_seqs, num_kv_heads)
+    )
+    gain = out_scale * per_seq_head(v_descale, num_seqs, num_kv_heads)
+    o = np.zeros_like(queries)
+    lse = np.full((num_seqs, num_kv_heads, q_len, group), -np.inf)
+    for seq, length in enumerate(lengths):
+        if length == 0:
+            continue
+        pages = [int(page) for page in table[seq, : -(-length // page_size)]]
+        for head in range(num_kv_heads):
+            # Only the pages read are converted, so poisoned ones elsewhere cost nothing and cannot leak.
+            k, v = (to_doubles(c[pages, :, head]).reshape(-1, head_dim)[:length] for c in (k_cache, v_cache))
+            o[seq, :, head], lse[seq, head] = dense_attention(
+                queries[seq, :, head], k, v, sigma=float(sigma[seq, head]), gain=float(gain[seq, head]), causal=causal
+            )
+    return o.reshape(shape), lse.reshape(num_seqs, num_kv_heads, q_len * group)
+
+
+def dense_attention(
+    q: Doubles, k: Doubles, v: Doubles, *, sigma: float, gain: float = 1.0, causal: bool = True
+) -> tuple[Doubles, Doubles]:
+    """(o (q_len, group, d), lse (q_len, group)) of one sequence and KV head: q (q_len, group, d), k and v (L, d).
+
+    Scores are sigma * q.k; token i of q_len sees keys up to L - q_len + i if causal, all otherwise.
+    """
+    q_len, length = len(q), len(k)
+    scores = sigma * (q @ k.T)
+    if causal:
+        last_seen = length - q_len + np.arange(q_len)
+        scores = np.where(np.arange(length) <= last_seen[:, None, None], scores, -np.inf)
+    top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(np.isinf(top), 0.0, top))
+    total = weights.sum(axis=-1, keepdims=True)
+    seen = total > 0
+    o = gain * np.divide(weights @ v, total, out=np.zeros(q.shape), where=np.broadcast_to(seen, q.shape))
+    with np.errstate(divide="ignore"):
+        lse = np.where(seen, top + np.log(total), -np.inf)
+    return o, lse[..., 0]
+
+
+def per_seq_head(descale: Any, num_seqs: int, num_kv_heads: int) -> Doubles:
+    """A descale in any granularity, expanded to (num_seqs, num_kv_heads)."""
+    if descale is None:
+        return np.ones((num_seqs, num_kv_heads))
+    values = np.asarray(descale if isinstance(descale, int | float) else _host(descale), np.float64)
+    if values.size == 1:
+        values = values.reshape(1, 1)
+    return np.broadcast_to(values, (num_seqs, num_kv_heads))
+
+
+def _host(x: Any) -> Any:
+    """A host array of a list, array or tensor."""
+    return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x)
