@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from cubinery.aot import gates, store
 from cubinery.aot.cache import Cache, Compiled, default_folder
 from cubinery.aot.errors import BuildError
 from cubinery.aot.inspect import ptx_version
-from cubinery.aot.key import artifact_digest, codegen_environment, source_digest, toolchain
+from cubinery.aot.key import artifact_digest, codegen_environment, read_sources, source_digest, toolchain
 from cubinery.aot.pool import WorkerPool, available_cores, available_memory
 from cubinery.aot.report import REPORT_NAME, BuildReport, BuildRow
 from cubinery.aot.variants import BuildItem
@@ -92,6 +92,8 @@ class _Build:
 
     items: dict[str, BuildItem]
     records: dict[str, KernelRecord]
+    sources: dict[tuple[str, str], dict[str, bytes]]
+    """(family, implementation) to what `read_sources` found when the build began."""
     progress: ProgressCallback
     rows: dict[str, BuildRow] = field(default_factory=dict)
     artifacts: dict[str, Artifact] = field(default_factory=dict)
@@ -151,7 +153,7 @@ class _Build:
             impl=item.config.impl,
             arch=item.arch.name,
             config=item.config.axes(),
-            source_digest=source_digest(item.config.family, item.config.impl),
+            source_digest=source_digest(self.sources[item.config.family, item.config.impl]),
             cubin=cubin,
             kernels=(record,),
             requires=item.requires,
@@ -200,9 +202,15 @@ def build(items: Sequence[BuildItem], options: BuildOptions, progress: ProgressC
     if not tools and options.compile_entry == COMPILE_ENTRY:
         raise BuildError("the compiler is not installed: pip install 'cubinery[build]'")
     store.check_writable(options.out)
-    state = _Build(by_key, {item.key: _declare(item) for item in items}, progress or (lambda _: None))
+    families = {(item.config.family, item.config.impl) for item in items}
+    state = _Build(
+        items=by_key,
+        records={item.key: _declare(item) for item in items},
+        sources={(family, impl): read_sources(family, impl) for family, impl in families},
+        progress=progress or (lambda _: None),
+    )
     cache = Cache(default_folder() if options.cache_dir is None else options.cache_dir)
-    digests = _digests(items, tools, options)
+    digests = _digests(state, tools, options)
     state.progress(Progress(0, len(items)))
     missing = []
     for item in items:
@@ -243,18 +251,19 @@ def _declare(item: BuildItem) -> KernelRecord:
     return record
 
 
-def _digests(items: Iterable[BuildItem], tools: dict[str, str], options: BuildOptions) -> dict[str, str]:
+def _digests(state: _Build, tools: dict[str, str], options: BuildOptions) -> dict[str, str]:
     environment = codegen_environment()
     return {
         item.key: artifact_digest(
             item.config,
             item.arch.name,
             _hosts(item),
+            sources=state.sources[item.config.family, item.config.impl],
             toolchain=tools,
             environment=environment,
             compile_entry=options.compile_entry,
         )
-        for item in items
+        for item in state.items.values()
     }
 
 
@@ -272,13 +281,26 @@ def _compile(
     for result in pool.run(jobs):
         item = state.items[result.job.key]
         if result.compiled is not None:
-            cache.put(digests[item.key], result.compiled)
-            state.finish(item, result.compiled, cached=False)
+            error: CubineryError | None = _stale(item, state)
+            if error is None:
+                cache.put(digests[item.key], result.compiled)
+                state.finish(item, result.compiled, cached=False)
         else:
-            assert result.error is not None
+            error = result.error
+        if error is not None:
             row = BuildRow(item.key, item.arch.name, "failed", item.origin, result.seconds, result.peak_memory or None)
-            state.fail(row, result.error, result.detail)
+            state.fail(row, error, result.detail)
         state.progress(Progress(len(state.rows), len(state.items), running=pool.running))
+
+
+def _stale(item: BuildItem, state: _Build) -> BuildError | None:
+    """An error where the kernel's sources are no longer those that the digest was taken of."""
+    family, impl = item.config.family, item.config.impl
+    before, now = state.sources[family, impl], read_sources(family, impl)
+    changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if not changed:
+        return None
+    return BuildError(f"{item.key}: {', '.join(changed)} changed while it was compiled: run the build again")
 
 
 def _write_bundles(state: _Build, options: BuildOptions, tools: dict[str, str]) -> Iterator[str]:

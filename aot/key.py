@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -52,11 +51,16 @@ def artifact_digest(
     arch: str,
     hosts: Iterable[str],
     *,
+    sources: Mapping[str, bytes],
     toolchain: Mapping[str, str],
     environment: Mapping[str, str],
     compile_entry: str,
 ) -> str:
-    """The cache key of one artifact; `hosts` are the host objects compiled beside the cubin."""
+    """The cache key of one artifact; `hosts` are the host objects compiled beside the cubin.
+
+    `sources` are `read_sources` of its family and implementation; the module of `compile_entry`
+    (`module:function`) counts too, as it holds the flags.
+    """
     canonical = config.canonical()
     parts: dict[str, bytes | str] = {
         "family": canonical.family,
@@ -66,16 +70,17 @@ def artifact_digest(
         "hosts": json.dumps(sorted(hosts)),
         "compile_entry": compile_entry,
     }
-    parts |= {f"source:{name}": data for name, data in sources(canonical.family, canonical.impl).items()}
-    parts |= {f"source:{name}": data for name, data in _compiler_sources(compile_entry.partition(":")[0]).items()}
+    parts |= {f"source:{name}": data for name, data in sources.items()}
+    compiler = source_file(compile_entry.partition(":")[0])
+    parts["compiler"] = b"" if compiler is None else compiler.read_bytes()
     parts |= {f"toolchain:{name}": version for name, version in toolchain.items()}
     parts |= {f"environment:{name}": value for name, value in environment.items()}
     return digest(parts)
 
 
-def source_digest(family: str, impl: str) -> str:
-    """sha256 over the sources that define a kernel; the manifest records it."""
-    return digest({f"source:{name}": data for name, data in sources(family, impl).items()})
+def source_digest(sources: Mapping[str, bytes]) -> str:
+    """sha256 over the sources that define a kernel (`read_sources`); the manifest records it."""
+    return digest({f"source:{name}": data for name, data in sources.items()})
 
 
 def codegen_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -99,8 +104,7 @@ def toolchain() -> dict[str, str]:
 # -- source closure ------------------------------------------------------------------------------
 
 
-@cache
-def sources(family: str, impl: str) -> dict[str, bytes]:
+def read_sources(family: str, impl: str) -> dict[str, bytes]:
     """Module name to source of all cubinery modules that a kernel, its declaration and its config import.
 
     Found by reading import statements, wherever they stand in a file; nothing is executed. Packages
@@ -120,12 +124,6 @@ def sources(family: str, impl: str) -> dict[str, bytes]:
         found[name] = file.read_bytes()
         queue.extend(_imports(name, found[name], file) - found.keys())
     return dict(sorted(found.items()))
-
-
-@cache
-def _compiler_sources(module: str) -> dict[str, bytes]:
-    file = source_file(module)
-    return {} if file is None else {module: file.read_bytes()}
 
 
 def _imports(module: str, source: bytes, file: Path) -> set[str]:
@@ -161,7 +159,6 @@ def source_file(name: str) -> Path | None:
     return None if spec is None or not spec.origin else Path(spec.origin)
 
 
-@cache
 def _spec(name: str) -> ModuleSpec | None:
     parent, _, _ = name.rpartition(".")
     if not parent:
