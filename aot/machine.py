@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from cubinery.aot.inspect import find_tool
+from cubinery.aot.pool import WORKER_MEMORY, available_cores, available_memory
 from cubinery.runtime.arch import ARCHS, served_by
 from cubinery.runtime.bundle import Bundle, open_all
 from cubinery.runtime.driver import DeviceInfo, Driver
@@ -23,9 +23,6 @@ T = TypeVar("T")
 
 DSL_VERSION = "4.8.1"
 """The one version of nvidia-cutlass-dsl that kernels are written against; pyproject.toml pins the same."""
-
-WORKER_MEMORY = 1 << 30
-"""Bytes a compile worker is allowed for; a large kernel peaks near half of it."""
 
 Status = Literal["ok", "warning", "missing", "none"]
 
@@ -195,29 +192,16 @@ def _version(distribution: str) -> str | None:
 
 
 def _cores() -> Fact:
-    count = len(os.sched_getaffinity(0))
-    return Fact("cores", "ok", f"{count} usable")
+    return Fact("cores", "ok", f"{available_cores()} usable")
 
 
 def _memory() -> Fact:
     available = available_memory()
-    if available is None:
-        return Fact("memory", "warning", "unknown: /proc/meminfo cannot be read")
     workers = available // WORKER_MEMORY
     detail = f"{available / 1e9:.1f} GB free: room for {workers} compile workers"
     if workers < 1:
         return Fact("memory", "missing", detail, "build", f"free at least {WORKER_MEMORY / 1e9:.1f} GB")
     return Fact("memory", "ok", detail)
-
-
-def available_memory() -> int | None:
-    """Bytes the kernel could give out without swapping; None where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(sizes[0]) * 1024 if sizes else None
 
 
 def _disk(path: Path) -> Fact:

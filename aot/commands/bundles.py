@@ -1,0 +1,77 @@
+"""`verify` and `diff`: bundles examined after the fact."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from cubinery.aot.commands.common import (
+    DEFAULT_BUNDLE,
+    ExitCode,
+    human_bytes,
+    json_option,
+    plural,
+    show_json,
+    show_table,
+)
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path), default=DEFAULT_BUNDLE)
+@json_option
+@click.pass_context
+def verify(ctx: click.Context, bundle: Path, as_json: bool) -> None:
+    """Prove that BUNDLE (default build/kernels) is what its manifest says.
+
+    Hashes every file again and reads architecture, symbols, parameters, registers, stack and occupancy back
+    from the cubins. Exit code 1 if anything differs.
+    """
+    from cubinery.aot.audit import verify
+    from cubinery.runtime.bundle import open_all
+
+    audits = [verify(found) for found in open_all(bundle)]
+    if as_json:
+        show_json({"ok": all(a.ok for a in audits), "bundles": [dataclasses.asdict(a) | {"ok": a.ok} for a in audits]})
+    else:
+        for audit in audits:
+            summary = f"{plural(audit.artifacts, 'artifact')}, {human_bytes(audit.bytes_hashed)} hashed"
+            click.echo(f"{audit.path}: {audit.arch}: {summary}: {'ok' if audit.ok else 'FAILED'}")
+            for stray in audit.strays:
+                click.echo(f"  note: {stray} is not named by the manifest")
+        findings = [(f.key or "(bundle)", f.check, f.message) for audit in audits for f in audit.findings]
+        if findings:
+            show_table(("key", "check", "finding"), findings)
+    ctx.exit(int(ExitCode.OK if all(audit.ok for audit in audits) else ExitCode.FAILED))
+
+
+@click.command()
+@click.argument("old", type=click.Path(path_type=Path))
+@click.argument("new", type=click.Path(path_type=Path))
+@json_option
+@click.pass_context
+def diff(ctx: click.Context, old: Path, new: Path, as_json: bool) -> None:
+    """Compare two bundles: keys added and removed, launches and resources changed.
+
+    Exit code 1 if they differ, like diff(1).
+    """
+    from cubinery.aot.audit import diff_bundles
+    from cubinery.runtime.bundle import open_all
+
+    result = diff_bundles(open_all(old), open_all(new))
+    if as_json:
+        show_json(dataclasses.asdict(result) | {"same": result.same})
+    elif result.same:
+        click.echo(f"no difference: {plural(result.unchanged, 'artifact')}, byte for byte the same")
+    else:
+        rows = [(key, "added", "", "") for key in result.added] + [(key, "removed", "", "") for key in result.removed]
+        for key, changes in result.changed.items():
+            rows += [(key, field, before, after) for field, (before, after) in changes.items()]
+        rows += [("(bundle)", field, before, after) for field, (before, after) in result.bundle.items()]
+        show_table(("key", "what", "old", "new"), rows)
+        click.echo(
+            f"{len(result.added)} added, {len(result.removed)} removed, {len(result.changed)} changed, "
+            f"{result.unchanged} the same"
+        )
+    ctx.exit(int(ExitCode.OK if result.same else ExitCode.FAILED))
