@@ -47,13 +47,34 @@ class Arch:
         return min(self.smem_per_cta, self.smem_per_sm // ctas_per_sm - SMEM_RESERVED_PER_CTA)
 
 
-def _arch(name: str, sm: int, cc: tuple[int, int], chip: str, sms: int, tmem: int, l2_mib: int, bw: int,
-          aliases: tuple[str, ...] = (), family: str | None = None) -> Arch:
+def _arch(
+    name: str,
+    sm: int,
+    cc: tuple[int, int],
+    chip: str,
+    sms: int,
+    tmem: int,
+    l2_mib: int,
+    bw: int,
+    aliases: tuple[str, ...] = (),
+    family: str | None = None,
+) -> Arch:
     return Arch(
-        name=name, sm=sm, compute_capability=cc, chip=chip, sms=sms,
-        smem_per_sm=228 * 1024, smem_per_cta=227 * 1024, tmem_columns=tmem,
-        registers_per_sm=65536, threads_per_sm=2048 if sm != 110 else 1536, ctas_per_sm=32 if sm != 110 else 24,
-        l2=l2_mib << 20, bandwidth_gbps=bw, aliases=aliases, family=family,
+        name=name,
+        sm=sm,
+        compute_capability=cc,
+        chip=chip,
+        sms=sms,
+        smem_per_sm=228 * 1024,
+        smem_per_cta=227 * 1024,
+        tmem_columns=tmem,
+        registers_per_sm=65536,
+        threads_per_sm=2048 if sm != 110 else 1536,
+        ctas_per_sm=32 if sm != 110 else 24,
+        l2=l2_mib << 20,
+        bandwidth_gbps=bw,
+        aliases=aliases,
+        family=family,
     )
 
 

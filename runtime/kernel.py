@@ -1,0 +1,112 @@
+"""A loaded kernel, and launches of it with bound values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from cubinery.runtime import process
+from cubinery.runtime.arguments import ArgumentPlan, TensorMapCache, Value
+from cubinery.runtime.driver import Driver, LaunchConfig, PreparedLaunch
+from cubinery.runtime.manifest import KernelRecord
+
+
+class Kernel:
+    """One kernel on one device, ready to launch. Made by Library; safe for many threads.
+
+    `record` is its launch as the manifest states it, `names` the launch values that it needs.
+    """
+
+    __slots__ = ("_arguments", "_config", "_driver", "_generation", "_handle", "device", "key", "record")
+
+    def __init__(
+        self, key: str, device: int, record: KernelRecord, driver: Driver, handle: Any, maps: TensorMapCache
+    ) -> None:
+        self.key, self.device, self.record = key, device, record
+        self._driver, self._handle = driver, handle
+        self._arguments = ArgumentPlan(record, maps)
+        self._generation = process.generation
+        self._config = LaunchConfig(
+            grid=(1, 1, 1),
+            block=record.block,
+            cluster=record.cluster,
+            dynamic_smem=record.dynamic_smem,
+            carveout=record.carveout,
+            pdl=record.pdl,
+        )
+        self._prepare()  # sets the carveout now, so that the first launch under capture need not
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.key} ({self.record.role}) on device {self.device}>"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The launch values that `bind` and `launch` need."""
+        return tuple(self._arguments.names)
+
+    def bind(self, values: Mapping[str, Value]) -> BoundLaunch:
+        """Check and pack `values`: addresses, scalars, grid sizes, extents (elements) and strides (bytes).
+
+        Exactly the names in `names`; anything missing, unknown or out of range is an ArgumentError. The
+        values' memory must outlive the launches. Touches no device.
+        """
+        process.check(self._generation, repr(self))
+        packed = self._arguments.pack(values)
+        grid = self._arguments.grid(values)
+        prepared = self._prepare()
+        prepared.params[:] = packed
+        prepared.set_grid(grid)
+        return BoundLaunch(self, self._arguments, prepared, dict(values))
+
+    def launch(self, values: Mapping[str, Value], stream: int) -> None:
+        """Bind and launch once on a raw stream handle. To launch again, keep what `bind` returns."""
+        self.bind(values).launch(stream)
+
+    def _prepare(self) -> PreparedLaunch:
+        return self._driver.prepare(self._handle, self._config, self._arguments.layout)
+
+
+class BoundLaunch:
+    """A kernel with its parameters packed: launching it is one driver call.
+
+    Not safe for several threads at once: they would share one parameter buffer. Each thread binds its own.
+    Parameters are copied by the driver when `launch` returns, so a later `update` disturbs no earlier launch.
+    """
+
+    __slots__ = ("_arguments", "_generation", "_prepared", "_run", "_values", "kernel")
+
+    def __init__(
+        self, kernel: Kernel, arguments: ArgumentPlan, prepared: PreparedLaunch, values: dict[str, Value]
+    ) -> None:
+        self.kernel = kernel
+        self._arguments, self._prepared, self._values = arguments, prepared, values
+        self._run = prepared.launch
+        self._generation = process.generation
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        """The launch values as bound now (read only)."""
+        return MappingProxyType(self._values)
+
+    def update(self, **values: Value) -> None:
+        """Change some values; packs again only what differs. Raises ArgumentError and then changes nothing."""
+        old = self._values
+        changed = [name for name, value in values.items() if name not in old or old[name] != value]
+        if not changed:
+            return
+        merged = old | values
+        patches = self._arguments.changes(merged, changed)
+        grid = self._arguments.grid(merged) if self._arguments.grid_depends_on(changed) else None
+        params = self._prepared.params
+        for offset, data in patches:
+            params[offset : offset + len(data)] = data
+        if grid is not None:
+            self._prepared.set_grid(grid)
+        self._values = merged
+
+    def launch(self, stream: int) -> None:
+        """Enqueue on a raw stream handle of the kernel's device (0: the default stream). Raises DriverError."""
+        if self._generation != process.generation:
+            process.check(self._generation, repr(self.kernel))
+        self._run(stream)
