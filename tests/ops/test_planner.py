@@ -237,10 +237,10 @@ def test_more_sequences_than_slots_are_still_split_by_work() -> None:
 def makespan(plan: SplitPlan, heads: int, resident: int) -> float:
     """List scheduling of the grid in launch order: every free CTA slot takes the next CTA."""
     free = [0.0] * resident
-    for _ in range(heads):
-        for seq, begin, end, _ in plan.work[: plan.num_items].tolist():
-            split = plan.splits[seq, 0] > 1
-            cost = end - begin + planner.CTA_TILES + planner.PARTIAL_TILES * split
+    for seq, begin, end, _ in plan.work[: plan.num_items].tolist():
+        split = plan.splits[seq, 0] > 1
+        cost = end - begin + planner.CTA_TILES + planner.PARTIAL_TILES * split
+        for _ in range(heads):
             heapq.heapreplace(free, free[0] + cost)
     return max(free) + planner.REDUCE_TILES * (plan.num_partials > 0)
 
@@ -313,6 +313,7 @@ def test_the_longest_sequence_is_planned() -> None:
         ({"force_splits": -1}, "force_splits = -1: expected at least 0"),
         ({"min_chunk_tiles": 0}, "min_chunk_tiles = 0: expected at least 1"),
         ({"pad_to": 2}, "pad_to = 2: 3 sequences need at least as many work items"),
+        ({"pad_to": 65536}, "3 sequences, pad_to = 65536: expected at most 65535 work items"),
         ({"pad_to": 4, "force_splits": 2}, "pad_to = 4: the plan has 6 work items"),
     ],
 )
@@ -320,6 +321,11 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError) as error:
         h200([300, 300, 300], 1, **options)
     assert message in str(error.value)
+
+
+def test_a_plan_beyond_the_grid_is_refused() -> None:
+    with pytest.raises(PlanError, match="the plan has 65792 work items: expected at most 65535; split less"):
+        h200([32768] * 257, 1, force_splits=256)
 
 
 def test_host_time_for_256_sequences() -> None:

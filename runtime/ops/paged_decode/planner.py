@@ -32,6 +32,9 @@ DEFAULT_MAX_SPLITS: dict[str, int] = {"thor": 16, "balanced": MAX_SPLITS}
 MAX_LENGTH = 2**31 - TILE_KEYS
 """Longest sequence: the end of its last tile must still be an int32."""
 
+MAX_WORK = 65535
+"""Most work items of a plan, and most sequences: each is an axis of a grid."""
+
 # Costs of the `balanced` estimate, in the time one CTA takes for one tile.
 CTA_TILES = 2.0
 """Start, first loads in flight and epilogue of a CTA."""
@@ -39,9 +42,7 @@ PARTIAL_TILES = 0.5
 """Writing a partial result and reading it back."""
 REDUCE_TILES = 1.5
 """The reduction's launch, paid once if anything is split."""
-TAIL = 0.5
-"""What of a longest item is left, on average, when all other CTAs have ended, beyond one wave."""
-FINEST = 4
+FINEST = 3
 """Chunks are not cut below this fraction of the tiles that a resident CTA gets if all work is even."""
 NEARLY_LEAST = 1.01
 """An estimate this close to the least is as good, and fewer items cost less traffic and planning."""
@@ -138,6 +139,8 @@ def plan_splits(
         raise PlanError(f"max_splits = {max_splits}: expected at most {MAX_SPLITS}")
     lengths = host_lengths(seq_lens)
     tiles = np.maximum((lengths + (TILE_KEYS - 1)) // TILE_KEYS, 1)
+    if max(pad_to, len(tiles)) > MAX_WORK:
+        raise PlanError(f"{len(tiles)} sequences, pad_to = {pad_to}: expected at most {MAX_WORK} work items")
     if 0 < pad_to < len(tiles):
         raise PlanError(f"pad_to = {pad_to}: {len(tiles)} sequences need at least as many work items")
     ctas = num_kv_heads * q_tiles
@@ -151,6 +154,8 @@ def plan_splits(
         counts = _balanced_counts(tiles, ctas, resident, max_splits, force_splits, min_chunk_tiles, pad_to)
         work, splits, partials, chunk = _items(tiles, counts, None)
     items = len(work)
+    if items > MAX_WORK:
+        raise PlanError(f"the plan has {items} work items: expected at most {MAX_WORK}; split less")
     if pad_to:
         if items > pad_to:
             raise PlanError(f"pad_to = {pad_to}: the plan has {items} work items")
@@ -280,10 +285,10 @@ def _search_pieces(
 ) -> int:
     """Into how many pieces, of at most `most`, to cut the longest sequence so that the grid ends soonest.
 
-    The estimate of the makespan is the greatest of three bounds, in tiles: all work spread evenly; for
-    the C longest items, ceil(C / resident) times the shortest of them (wave quantisation); and, as the
-    grid runs one head after another, the time at which the last head's longest item starts, plus that
-    item. Of candidates with nearly the least estimate, the fewest pieces win.
+    The estimate of the makespan, in tiles, is the greater of: all work spread evenly; and, for the C longest
+    CTAs, ceil(C / resident) times the shortest of them (wave quantisation). The grid starts long items first,
+    all heads of one together, so it comes close. Of candidates with nearly the least estimate, the fewest
+    pieces win.
     """
     falling = np.sort(tiles)[::-1]
     first, sizes = _groups(len(tiles))
@@ -302,11 +307,7 @@ def _search_pieces(
     items = ranks[:, -1]
     spread = np.einsum("ij,ij->i", cost, counts) * (ctas / resident)
     waves = (ranks * ctas + (resident - 1)) // resident
-    # Items ahead of the last head's, less those that start at once.
-    waiting = np.maximum(1 - resident / np.maximum(items * (ctas - 1), 1), 0)
-    last = spread * ((ctas - 1) / ctas) * waiting + cost.max(axis=1)
-    tail = spread + TAIL * cost.max(axis=1) * (items * ctas > resident)
-    estimate = np.maximum(np.maximum((waves * cost).max(axis=1), tail), last)
+    estimate = np.maximum((waves * cost).max(axis=1), spread)
     estimate += REDUCE_TILES * split[:, 0]
     if pad_to:
         estimate[items > pad_to] = np.inf
