@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ _PARAM_ALIGN = 64  # of a tensor map, the strictest parameter
 _SPECIAL_STREAMS = 2
 """Handles up to this (default, legacy, per-thread) name a stream of whichever context is current."""
 _PORTABLE_CLUSTER = 8
+_TENSOR_MAP_SINCE = 12000
 
 _HINTS = {
     "CUDA_ERROR_NO_DEVICE": "no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES",
@@ -55,6 +56,15 @@ def _error(code: Any, attempted: str) -> DriverError:
             f"{attempted}: {name}: {description}: not allowed during a graph capture; preload before it"
         )
     return DriverError(f"{attempted}: {name}: {description}{hint}")
+
+
+def _encoder() -> Callable[..., int]:
+    """cuTensorMapEncodeTiled as a function of plain integers and arrays."""
+    result = cu.cuGetProcAddress(b"cuTensorMapEncodeTiled", _TENSOR_MAP_SINCE, 0)
+    pointer, _ = _unwrap(result, "looking up cuTensorMapEncodeTiled")
+    address, word = ctypes.c_void_p, ctypes.c_int
+    kinds = (address, word, ctypes.c_uint32, address, address, address, address, address, word, word, word, word)
+    return ctypes.CFUNCTYPE(word, *kinds)(int(pointer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,7 @@ class CudaDriver:
         self._contexts: dict[int, Any] = {}
         self._infos: dict[int, DeviceInfo] = {}
         self._lock = threading.Lock()
+        self._encode = _encoder()
 
     # -- devices -------------------------------------------------------------------------------
 
@@ -200,26 +211,33 @@ class CudaDriver:
     def encode_tensor_map(
         self, spec: TensorMapSpec, address: int, extents: Sequence[int], strides: Sequence[int]
     ) -> bytes:
-        u32, u64 = cu.cuuint32_t, cu.cuuint64_t
-        encoded = _unwrap(
-            cu.cuTensorMapEncodeTiled(
-                getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{spec.dtype.upper()}"),
-                u32(spec.rank),
-                address,
-                [u64(v) for v in extents],
-                # One of rank 1 has no stride, and the array must exist all the same.
-                [u64(v) for v in strides] or [u64(0)],
-                [u32(v) for v in spec.box],
-                [u32(v) for v in spec.element_strides],
-                getattr(cu.CUtensorMapInterleave, f"CU_TENSOR_MAP_INTERLEAVE_{spec.interleave.upper()}"),
-                getattr(cu.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{spec.swizzle.upper()}"),
-                _L2_PROMOTION[spec.l2_promotion],
-                _OOB_FILL[spec.oob_fill],
-            ),
-            f"encoding tensor map {spec.name} ({spec.dtype}, box {spec.box}, extents {tuple(extents)}, "
-            f"strides {tuple(strides)} bytes, swizzle {spec.swizzle}) at {address:#x}",
+        # The result must lie on 64 bytes. The bindings' own CUtensorMap lies where Python's allocator puts it,
+        # so the entry point is called with a buffer that is aligned here.
+        buffer = ctypes.create_string_buffer(128 + _PARAM_ALIGN)
+        skip = -ctypes.addressof(buffer) % _PARAM_ALIGN
+        rank = spec.rank
+        wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+        code = self._encode(
+            ctypes.addressof(buffer) + skip,
+            _DTYPES[spec.dtype],
+            rank,
+            address,
+            wide(*extents),
+            wide(*strides),
+            narrow(*spec.box),
+            narrow(*spec.element_strides),
+            _INTERLEAVES[spec.interleave.lower()],
+            _SWIZZLES[spec.swizzle.lower()],
+            _L2_PROMOTIONS["none" if spec.l2_promotion == "none" else f"l2_{spec.l2_promotion.lower()}"],
+            _OOB_FILLS[spec.oob_fill],
         )
-        return ctypes.string_at(encoded.getPtr(), 128)
+        if code != _SUCCESS:
+            raise _error(
+                cu.CUresult(code),
+                f"encoding tensor map {spec.name} ({spec.dtype}, box {spec.box}, extents {tuple(extents)}, "
+                f"strides {tuple(strides)} bytes, swizzle {spec.swizzle}) at {address:#x}",
+            )
+        return buffer.raw[skip : skip + 128]
 
     def is_capturing(self, stream: int) -> bool:
         result = cu.cuStreamIsCapturing(cu.CUstream(stream))
@@ -258,15 +276,18 @@ class CudaDriver:
             _unwrap(cu.cuCtxSynchronize(), f"waiting for device {device}")
 
 
-_L2_PROMOTION = {
-    "none": cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
-    "64B": cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
-    "128B": cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-    "256B": cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-}
-_OOB_FILL = {
-    "zero": cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    "nan": cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA,
+def _values(kind: Any, prefix: str) -> dict[str, int]:
+    """Enumerator to number, by the name that manifests use: what follows the prefix, in lower case."""
+    return {name.removeprefix(prefix + "_").lower(): int(v) for name, v in kind.__members__.items()}
+
+
+_DTYPES = _values(cu.CUtensorMapDataType, "CU_TENSOR_MAP_DATA_TYPE")
+_INTERLEAVES = _values(cu.CUtensorMapInterleave, "CU_TENSOR_MAP_INTERLEAVE")
+_SWIZZLES = _values(cu.CUtensorMapSwizzle, "CU_TENSOR_MAP_SWIZZLE")
+_L2_PROMOTIONS = _values(cu.CUtensorMapL2promotion, "CU_TENSOR_MAP_L2_PROMOTION")
+_OOB_FILLS = {
+    "zero": int(cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+    "nan": int(cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA),
 }
 
 

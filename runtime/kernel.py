@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,7 @@ class Kernel:
     `record` is its launch as the manifest states it, `names` the launch values that it needs.
     """
 
-    __slots__ = ("_arguments", "_config", "_driver", "_generation", "_handle", "device", "key", "record")
+    __slots__ = ("_arguments", "_config", "_driver", "_generation", "_handle", "_own", "device", "key", "record")
 
     def __init__(
         self, key: str, device: int, record: KernelRecord, driver: Driver, handle: Any, maps: TensorMapCache
@@ -27,6 +28,7 @@ class Kernel:
         self._driver, self._handle = driver, handle
         self._arguments = ArgumentPlan(record, maps)
         self._generation = process.generation
+        self._own = threading.local()
         self._config = LaunchConfig(
             grid=(1, 1, 1),
             block=record.block,
@@ -60,8 +62,16 @@ class Kernel:
         return BoundLaunch(self, self._arguments, prepared, dict(values))
 
     def launch(self, values: Mapping[str, Value], stream: int) -> None:
-        """Bind and launch once on a raw stream handle. To launch again, keep what `bind` returns."""
-        self.bind(values).launch(stream)
+        """Launch with these values on a raw stream handle; packs only what differs from this thread's last launch.
+
+        Where the same launch repeats, keep what `bind` returns: it compares nothing. Raises as `bind` does.
+        """
+        bound: BoundLaunch | None = getattr(self._own, "bound", None)
+        if bound is None:
+            bound = self._own.bound = self.bind(values)
+        else:
+            bound.rebind(values)
+        bound.launch(stream)
 
     def _prepare(self) -> PreparedLaunch:
         return self._driver.prepare(self._handle, self._config, self._arguments.layout)
@@ -93,9 +103,19 @@ class BoundLaunch:
         """Change some values; packs again only what differs. Raises ArgumentError and then changes nothing."""
         old = self._values
         changed = [name for name, value in values.items() if name not in old or old[name] != value]
-        if not changed:
+        if changed:
+            self._change(old | values, changed)
+
+    def rebind(self, values: Mapping[str, Value]) -> None:
+        """Replace all values, as `Kernel.bind` would; packs again only what differs. Raises ArgumentError."""
+        old = self._values
+        if values == old:
             return
-        merged = old | values
+        if values.keys() != old.keys():
+            self._arguments.pack(values)  # raises, naming what is missing or unknown
+        self._change(dict(values), [name for name, value in values.items() if old[name] != value])
+
+    def _change(self, merged: dict[str, Value], changed: Sequence[str]) -> None:
         patches = self._arguments.changes(merged, changed)
         grid = self._arguments.grid(merged) if self._arguments.grid_depends_on(changed) else None
         params = self._prepared.params

@@ -38,7 +38,12 @@ OobFill = Literal["zero", "nan"]
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One kernel parameter. `name` is the launch value (or tensor map) that fills it."""
+    """One kernel parameter. `name` is the launch value (or tensor map) that fills it.
+
+    `offset` is what the cubin and `cuKernelGetParamInfo` say. It counts from where parameters start in
+    the constant bank, but alignment is that of the address there: on sm_90 they start at byte 528, so a
+    tensor map (alignment 64) that comes first lies at offset 48, and at 0 on sm_100 and later.
+    """
 
     name: str
     kind: ParamKind
