@@ -134,6 +134,9 @@ class CudaDriver:
             found = self._infos[device] = DeviceInfo(device, text, (major, minor), sms, self._version)
         return found
 
+    def torch_device(self, device: int) -> str:
+        return f"cuda:{device}"
+
     def _device(self, device: int) -> Any:
         if not 0 <= device < self._count:
             raise DriverError(f"device {device}: expected 0 to {self._count - 1}, as CUDA sees {self._count} devices")

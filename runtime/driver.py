@@ -67,6 +67,9 @@ class Driver(Protocol):
 
     def device_info(self, device: int) -> DeviceInfo: ...
 
+    def torch_device(self, device: int) -> str:
+        """Where torch tensors must live whose addresses a launch on `device` may be given: `cuda:0`, or `cpu`."""
+
     def load_module(self, device: int, image: bytes) -> Any:
         """Load a cubin (or what this driver executes) on a device; returns an opaque module.
 

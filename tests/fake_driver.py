@@ -193,6 +193,9 @@ class FakeDriver:
             raise DriverError(f"device {device}: this machine has {len(self.devices)}")
         return self.devices[device]
 
+    def torch_device(self, device: int) -> str:
+        return "cpu"
+
     def load_module(self, device: int, image: bytes) -> FakeModule:
         time.sleep(self.load_seconds)
         self.loads.append((device, hashlib.sha256(image).hexdigest()))

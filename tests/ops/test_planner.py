@@ -230,7 +230,7 @@ def test_many_even_sequences_stay_unsplit() -> None:
 
 def test_more_sequences_than_slots_are_still_split_by_work() -> None:
     plan = h200([131072] + [2048] * 255, 8)
-    assert plan.splits[0, 0] >= 16
+    assert plan.splits[0, 0] >= 4  # 1024 tiles, where a CTA slot's share of the work is about 155
     assert set(splits(plan)[1:]) == {1}
 
 
