@@ -24,7 +24,7 @@ from cubinery.aot import gates, store
 from cubinery.aot.cache import Cache, Compiled, default_folder
 from cubinery.aot.errors import BuildError
 from cubinery.aot.inspect import ptx_version
-from cubinery.aot.key import artifact_digest, codegen_environment, read_sources, source_digest, toolchain
+from cubinery.aot.key import artifact_digest, codegen_environment, read_sources, source_digest, source_file, toolchain
 from cubinery.aot.pool import WorkerPool, available_cores, available_memory
 from cubinery.aot.report import REPORT_NAME, BuildReport, BuildRow
 from cubinery.aot.variants import BuildItem
@@ -124,7 +124,7 @@ class _Build:
             self.toolkits.add(found.toolkit)
         self.ptx_versions.add(version)
         resources = found.resources
-        self._store(item, dataclasses.replace(record, resources=resources), compiled)
+        self._store(item, dataclasses.replace(record, resources=resources, params=found.params), compiled)
         self.end(
             dataclasses.replace(
                 row,
@@ -295,9 +295,9 @@ def _compile(
 
 def _stale(item: BuildItem, state: _Build) -> BuildError | None:
     """An error where the kernel's sources are no longer those that the digest was taken of."""
-    family, impl = item.config.family, item.config.impl
-    before, now = state.sources[family, impl], read_sources(family, impl)
-    changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    before = state.sources[item.config.family, item.config.impl]
+    files = {name: source_file(name) for name in before}
+    changed = [name for name, file in files.items() if file is None or file.read_bytes() != before[name]]
     if not changed:
         return None
     return BuildError(f"{item.key}: {', '.join(changed)} changed while it was compiled: run the build again")

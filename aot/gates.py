@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from cubinery.aot.errors import (
@@ -17,7 +18,7 @@ from cubinery.aot.errors import (
 from cubinery.aot.inspect import CubinInfo, KernelInfo, occupancy, ptx_block, ptx_params, read_cubin
 from cubinery.aot.spec import Gates
 from cubinery.runtime.arch import SMEM_RESERVED_PER_CTA, Arch
-from cubinery.runtime.manifest import KernelRecord, Resources
+from cubinery.runtime.manifest import KernelRecord, ParamSpec, Resources
 
 MAX_REGISTERS = 255
 """Registers one thread can have."""
@@ -28,6 +29,8 @@ class Inspected:
     """What the gates read back: the resources for the manifest, and what the report shows beside."""
 
     resources: Resources
+    params: tuple[ParamSpec, ...]
+    """The declared parameters at the offsets that the cubin gives them, which loaded code reports too."""
     limited_by: str
     """What keeps more CTAs from fitting an SM."""
     toolkit: tuple[int, int] | None
@@ -134,4 +137,10 @@ def _check_resources(
             f"{limit} ({threads} threads of {kernel.registers} registers, {smem} + {SMEM_RESERVED_PER_CTA} bytes of "
             "shared memory)"
         )
-    return Inspected(Resources(kernel.registers, kernel.stack, kernel.static_smem, fit), limit, info.toolkit)
+    placed = zip(record.params, kernel.params, strict=True)
+    return Inspected(
+        resources=Resources(kernel.registers, kernel.stack, kernel.static_smem, fit),
+        params=tuple(dataclasses.replace(spec, offset=offset) for spec, (offset, _) in placed),
+        limited_by=limit,
+        toolkit=info.toolkit,
+    )

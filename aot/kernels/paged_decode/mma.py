@@ -73,11 +73,9 @@ class PagedDecodeMma:
         self.q_steps = config.head_dim // 16
         self.q_in_registers = config.head_dim <= 128
         self.o_tiles = config.head_dim // 8
-        self.o_pad = config.head_dim + 16  # fp32 row pitch of the merge buffer, free of bank conflicts
+        self.o_pad = config.merge_pitch
         self.q_smem = config.FIXED_SMEM
         self.ring = config.FIXED_SMEM + config.q_bytes
-        merge_bytes = 4 * self.o_pad * config.row_tile * config.key_warps
-        assert self.stages <= 16 and merge_bytes <= self.stages * config.stage_bytes
 
     # -- host side: only fixes the order and types of parameters ---------------------------------
 
@@ -198,26 +196,19 @@ class PagedDecodeMma:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
-        seq = load_i32(work, Int64(item) * 4)
-        tile_begin = load_i32(work, Int64(item) * 4 + 1)
-        tile_end = load_i32(work, Int64(item) * 4 + 2)
-        slot = load_i32(work, Int64(item) * 4 + 3)
-
-        if tile_begin < tile_end:  # a padding item writes nothing
-            length = load_i32(seq_lens, Int64(seq))
-            key_begin = tile_begin * TILE_KEYS
-            key_end = cutlass.min(tile_end * TILE_KEYS, length)
-            num_stages = cutlass.max((key_end - key_begin + (c.stage_keys - 1)) // c.stage_keys, 0)
-
-            if warp >= c.consumer_warps:
-                cute.arch.setmaxregister_decrease(self.registers[0])
-                if warp == c.consumer_warps:
-                    self.produce(
-                        smem, lane, k_map, v_map, block_table, Int64(seq) * Int64(block_table_stride), head,
-                        num_pages, length, key_begin, num_stages,
-                    )  # fmt: skip
-            else:
-                cute.arch.setmaxregister_increase(self.registers[1])
+        # Each role looks its work item up for itself: nothing but indices lives across the split of registers.
+        if warp >= c.consumer_warps:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp == c.consumer_warps:
+                seq, length, key_begin, num_stages = self.chunk(work, seq_lens, item)
+                table_row = Int64(seq) * block_table_stride
+                self.produce(
+                    smem, lane, k_map, v_map, block_table, table_row, head, num_pages, length, key_begin, num_stages
+                )
+        else:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            seq, length, key_begin, num_stages = self.chunk(work, seq_lens, item)
+            if num_stages >= 0:  # a padding item writes nothing
                 row0 = row_block * c.row_tile
                 q_base = q.toint() + (Int64(seq) * q_seq + Int64(head * group_size) * q_head) * 2
                 self.stage_q(smem, warp, lane, q_base, row0, n_q, group_size, q_token, q_head)
@@ -232,6 +223,7 @@ class PagedDecodeMma:
 
                 # The result of an unsplit sequence goes to O and LSE, that of a chunk to the partial buffers.
                 is_split = load_i32(splits, Int64(seq) * 2) > 1
+                slot = load_i32(work, Int64(item) * 4 + 3)
                 out_scale = load_f32(v_descale, Int64(seq) * v_descale_seq + head * v_descale_head)
                 self.finish_rows(smem, tidx, score_scale, out_scale, scale_o, is_split)
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
@@ -241,6 +233,19 @@ class PagedDecodeMma:
                 o_base = o.toint() + (Int64(seq) * o_seq + Int64(head * group_size) * o_head) * 2
                 part_base = o_partial.toint() + part_row * (c.head_dim * 4)
                 self.store_o(smem, tidx, row0, n_q, group_size, is_split, o_base, o_token, o_head, part_base)
+
+    @cute.jit
+    def chunk(self, work, seq_lens, item):
+        """(sequence, its length, first key, ring stages of K) of a work item; -1 stages for a padding item."""
+        c = self.config
+        seq = load_i32(work, Int64(item) * 4)
+        tile_begin = load_i32(work, Int64(item) * 4 + 1)
+        tile_end = load_i32(work, Int64(item) * 4 + 2)
+        length = load_i32(seq_lens, Int64(seq))
+        key_begin = tile_begin * TILE_KEYS
+        keys = cutlass.max(cutlass.min(tile_end * TILE_KEYS, length) - key_begin, 0)
+        num_stages = (keys + (c.stage_keys - 1)) // c.stage_keys
+        return seq, length, key_begin, cutlass.select_(tile_begin < tile_end, num_stages, Int32(-1))
 
     @cute.jit
     def produce(self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, length, key_begin, num_stages):

@@ -53,6 +53,12 @@ class DecodeConfig(KernelConfig):
                 f"paged_decode.mma: head_dim {self.head_dim} with {self.kv_format} leaves {stages} ring stages "
                 f"at ctas_per_sm {self.ctas_per_sm} on {arch.name}: expected at least 3"
             )
+        if self.merge_bytes > stages * self.stage_bytes:
+            raise ConfigError(
+                f"paged_decode.mma: merging {self.row_tile} rows of head_dim {self.head_dim} takes {self.merge_bytes} "
+                f"bytes of shared memory, and the ring has {stages * self.stage_bytes} at ctas_per_sm "
+                f"{self.ctas_per_sm} on {arch.name}"
+            )
 
     def requires(self) -> tuple[KernelConfig, ...]:
         return (ReduceConfig(head_dim=self.head_dim, pdl=self.pdl),)
@@ -109,6 +115,16 @@ class DecodeConfig(KernelConfig):
     def q_bytes(self) -> int:
         """Shared memory for the query tile, two bytes an element."""
         return self.row_tile * self.head_dim * 2
+
+    @property
+    def merge_pitch(self) -> int:
+        """fp32 elements from one row to the next where warps' O are merged; the padding avoids bank conflicts."""
+        return self.head_dim + 16
+
+    @property
+    def merge_bytes(self) -> int:
+        """Bytes of the ring that hold every warp's O once the last stage has been read."""
+        return 4 * self.merge_pitch * self.row_tile * self.key_warps
 
     FIXED_SMEM: ClassVar[int] = 2048
     """Barriers, row scales and results, then row statistics; a multiple of the swizzle's 1024 bytes."""
