@@ -28,7 +28,7 @@ BUILD_FLAGS = $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) --out $(OUT) $(if $
 
 help:  ## Show this list
 	@echo "Targets (variables: ARCH, SPEC, OUT, JOBS, BUNDLE, DIST, PYTEST_ARGS, PYTHON):"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | while IFS='|' read -r t d; do printf '  %-12s %s\n' "$$t" "$$d"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r t d; do printf '  %-12s %s\n' "$$t" "$$d"; done
 
 # The stamp depends on what decides the environment's content, and is only made when all of it succeeded.
 $(STAMP): pyproject.toml constraints.txt

@@ -21,6 +21,10 @@ from cubinery.runtime.families import parse_key
 from cubinery.runtime.manifest import MANIFEST_NAME, Artifact, FileRecord, KernelRecord, Manifest
 
 
+class CheckFailedError(CubineryError):
+    """A check that was asked for found something wrong; base of errors that are an outcome, not a wrong call."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is not as the manifest says."""

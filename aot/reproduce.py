@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cubinery.aot.audit import BundleDiff, diff_bundles
+from cubinery.aot.audit import BundleDiff, CheckFailedError, diff_bundles
 from cubinery.aot.builder import BuildOptions, ProgressCallback, build
 from cubinery.aot.report import BuildReport
 from cubinery.aot.variants import BuildItem
 from cubinery.runtime.bundle import Bundle, open_all
-from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.manifest import MANIFEST_NAME
 
 
-class ReproduceError(CubineryError):
+class ReproduceError(CheckFailedError):
     """A rebuild failed, so that there is nothing to compare."""
 
 

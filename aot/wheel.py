@@ -15,10 +15,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cubinery.aot.audit import verify
+from cubinery.aot.audit import CheckFailedError, verify
 from cubinery.aot.store import atomic_write
 from cubinery.runtime.bundle import ENTRY_POINTS, Bundle
-from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.manifest import MANIFEST_NAME, Manifest
 
 MAX_SIZE = 100 * 1000 * 1000
@@ -28,7 +27,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The oldest time a zip can hold: an archive's bytes must not depend on when it was made."""
 
 
-class WheelError(CubineryError):
+class WheelError(CheckFailedError):
     """A bundle cannot be packed: it fails verification or is too large."""
 
 

@@ -10,6 +10,7 @@ import click
 from cubinery.aot.commands.common import (
     DEFAULT_BUNDLE,
     ExitCode,
+    UserError,
     human_bytes,
     json_option,
     plural,
@@ -30,8 +31,17 @@ def verify(ctx: click.Context, bundle: Path, as_json: bool) -> None:
     """
     from cubinery.aot.audit import verify
     from cubinery.runtime.bundle import open_all
+    from cubinery.runtime.errors import BundleError
+    from cubinery.runtime.manifest import MANIFEST_NAME
 
-    audits = [verify(found) for found in open_all(bundle)]
+    try:
+        audits = [verify(found) for found in open_all(bundle)]
+    except BundleError as error:
+        if not [*bundle.glob(MANIFEST_NAME), *bundle.glob(f"*/{MANIFEST_NAME}")]:
+            raise  # no bundle at all: a wrong path
+        if as_json:
+            show_json({"ok": False, "bundles": [], "error": str(error)})
+        raise UserError(str(error), ExitCode.FAILED) from error
     if as_json:
         show_json({"ok": all(a.ok for a in audits), "bundles": [dataclasses.asdict(a) | {"ok": a.ok} for a in audits]})
     else:

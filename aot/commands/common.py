@@ -54,6 +54,12 @@ class UserError(click.ClickException):
 class Cli(click.Group):
     """A group whose commands never show a traceback for what a user can cause or cure."""
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **extra)
+        except click.UsageError as error:
+            raise one_line(error) from error
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -61,6 +67,8 @@ class Cli(click.Group):
             # The reader (head, less) has left; point stdout elsewhere so that the interpreter's last flush is silent.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(0)
+        except click.UsageError as error:
+            raise one_line(error) from error
         except (CubineryError, OSError) as error:
             raise UserError(describe(error), code_of(error)) from error
         except KeyboardInterrupt:
@@ -76,6 +84,14 @@ class Cli(click.Group):
             ctx.exit(int(ExitCode.INTERNAL))
 
 
+def one_line(error: click.UsageError) -> click.ClickException:
+    """A wrong command line in one line; a bare `cubinery` still shows its help."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return error
+    command = error.ctx.command_path if error.ctx is not None else "cubinery"
+    return UserError(f"{error.format_message().rstrip('.')} (see `{command} --help`)")
+
+
 def describe(error: Exception) -> str:
     """One line for an error: its message, or the file and reason of an OSError."""
     if isinstance(error, OSError) and not isinstance(error, CubineryError):
@@ -85,10 +101,13 @@ def describe(error: Exception) -> str:
 
 
 def code_of(error: Exception) -> ExitCode:
-    """Whether the caller or the machine has to change."""
+    """Whether a check failed, the machine has to change, or the caller."""
+    from cubinery.aot.audit import CheckFailedError
     from cubinery.aot.errors import BuildError, StoreError
-    from cubinery.runtime.errors import DriverError
+    from cubinery.runtime.errors import DriverError, IntegrityError
 
+    if isinstance(error, CheckFailedError | IntegrityError):
+        return ExitCode.FAILED
     if isinstance(error, BuildError | StoreError | DriverError):
         return ExitCode.MACHINE
     return ExitCode.USAGE if isinstance(error, CubineryError) else ExitCode.MACHINE
@@ -110,7 +129,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: 
     `right` names the columns to align right, comma-separated.
     """
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    align_right = [column in right.split(",") for column in columns]
+    align_right = [column != "" and column in right.split(",") for column in columns]
     if sys.stdout.isatty() and _draw(columns, cells, align_right, title):
         return
     if title:
