@@ -57,17 +57,17 @@ class Bundle:
 
 def _check_package(version: str, source: Path) -> None:
     """The rule of a kernel wheel's own requirement, `cubinery~=X.Y`: same major, minor not newer."""
-    built = re.match(r"(\d+)\.(\d+)", version)
-    if built is None:
-        raise BundleError(f"{source}: $.package_version: {version!r}: expected a version such as {__version__}")
-    here = re.match(r"(\d+)\.(\d+)", __version__)
-    assert here is not None
-    (major, minor), (own_major, own_minor) = map(int, built.groups()), map(int, here.groups())
+    (major, minor), (own_major, own_minor) = _major_minor(version), _major_minor(__version__)
     if major != own_major or minor > own_minor:
         raise ManifestVersionError(
             f"{source}: built by cubinery {version}, which this cubinery {__version__} cannot open: "
             f"expected {own_major}.0 to {own_major}.{own_minor}; install cubinery~={major}.{minor}, or rebuild"
         )
+
+
+def _major_minor(version: str) -> tuple[int, int]:
+    major, minor = (int(re.match(r"\d+", part)[0]) for part in version.split(".")[:2])  # type: ignore[index]
+    return major, minor
 
 
 def open_all(paths: StrPath | Sequence[StrPath]) -> tuple[Bundle, ...]:

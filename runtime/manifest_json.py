@@ -21,6 +21,7 @@ from cubinery.runtime.manifest_kernel import Memo, read_kernel
 M = TypeVar("M", bound=Manifest)
 
 _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?\Z")
+_VERSION = re.compile(r"[0-9]+\.[0-9]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _PATH_PART = re.compile(r"[A-Za-z0-9_+=,@-][A-Za-z0-9._+=,@-]*\Z")
 
@@ -67,7 +68,7 @@ def _constant(text: str) -> NoReturn:
 def _manifest(cls: type[M], document: dict[str, Any]) -> M:
     m = record_of(document, cls, "$")
     m["arch"] = text(m["arch"], "$.arch", _ARCH, "an arch name such as sm_110a")
-    text(m["package_version"], "$.package_version")
+    text(m["package_version"], "$.package_version", _VERSION, "a version such as 1.2.0")
     text(m["ptx_version"], "$.ptx_version")
     integer(m["min_driver"], "$.min_driver", 0)
     m["toolchain"] = _strings(m["toolchain"], "$.toolchain")
