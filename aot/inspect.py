@@ -206,7 +206,7 @@ _BLOCK = re.compile(r"\.(reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+
 
 def _entry(ptx: str, symbol: str) -> tuple[str, str]:
     """The parameter list and the directives of an entry."""
-    match = re.search(rf"\.entry\s+{re.escape(symbol)}\s*(?:\(([^)]*)\))?([^{{]*)\{{", ptx)
+    match = re.search(rf"\.entry\s+{re.escape(symbol)}(?![\w$%])\s*(?:\(([^)]*)\))?([^{{]*)\{{", ptx)
     if match is None:
         raise InspectError(f"the PTX has no entry {symbol!r}")
     return match[1] or "", match[2]

@@ -150,12 +150,15 @@ class WorkerPool:
             self._start(arch)
 
     def _neediest(self) -> str | None:
-        """The arch whose pending jobs have the fewest workers, if one more would find work."""
+        """The arch whose pending jobs have the fewest workers, if one more would find work.
+
+        Starting a worker takes about as long as a compile: each one that lives is left a job first.
+        """
         best, share = None, 0.0
         for arch, pending in self._pending.items():
-            workers = [w for w in self._workers if w.arch == arch]
-            if len(pending) > sum(not w.ready for w in workers) and len(pending) / (len(workers) + 1) > share:
-                best, share = arch, len(pending) / (len(workers) + 1)
+            workers = sum(worker.arch == arch for worker in self._workers)
+            if len(pending) > workers and len(pending) / (workers + 1) > share:
+                best, share = arch, len(pending) / (workers + 1)
         return best
 
     def _start(self, arch: str) -> None:
@@ -166,7 +169,7 @@ class WorkerPool:
         log = self.scratch / f"worker-{self._count}.log"
         # No device is visible, so that a machine with a GPU builds the same bytes as one without.
         environment = {**os.environ, "CUTE_DSL_ARCH": arch, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
-        boot = _BOOT.format(path=[entry for entry in sys.path if entry])
+        boot = _BOOT.format(path=[entry or os.getcwd() for entry in sys.path])
         arguments = [str(jobs_read), str(results_write), str(os.getpid()), arch, self.compile_entry]
         with log.open("wb") as output:
             process = subprocess.Popen(

@@ -235,7 +235,8 @@ def _combinations(block: Value, defaults: Product, axes: _Axes) -> Iterator[tupl
         block.place.fail(f"{size} combinations: expected at most {MAX_COMBINATIONS}; split the matrix")
     for chosen in itertools.product(*product.values()):
         given = {name: data for name, (data, _) in zip(product, chosen, strict=True)}
-        yield {**axes.defaults, **given}, block.place
+        complete = {**axes.defaults, **given}
+        yield {name: complete[name] for name in axes.names}, block.place
 
 
 def _matches(combination: Combination, product: Product) -> bool:

@@ -12,6 +12,7 @@ import yaml
 from cubinery.aot.errors import SpecError
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PLAIN_TAGS = ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 MAX_DEPTH = 16
 
 
@@ -85,6 +86,8 @@ def load_documents(text: str, file: str) -> Iterator[Value]:
         while loader.check_node():
             node: Any = loader.get_node()
             yield _convert(loader, node, file, "", 0)
+    except SpecError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = None if mark is None else mark.line + 1
@@ -102,6 +105,8 @@ def _convert(loader: Any, node: yaml.Node, file: str, path: str, depth: int) -> 
         place.fail(f"nested deeper than {MAX_DEPTH} levels")
     if isinstance(node, yaml.ScalarNode):
         return Value(loader.construct_object(node), place)
+    if node.tag not in _PLAIN_TAGS:
+        place.fail(f"unknown tag {node.tag!r}: a spec holds plain mappings, lists, numbers and text")
     if isinstance(node, yaml.SequenceNode):
         items = (_convert(loader, n, file, f"{path}[{i}]", depth + 1) for i, n in enumerate(node.value))
         return Value(tuple(items), place)

@@ -1,0 +1,3 @@
+"""A compile entry whose compiler cannot be loaded."""
+
+raise ImportError("libtoy.so: cannot open shared object file")
