@@ -128,6 +128,16 @@ def _missed(file: Path, archs: tuple[str, ...]) -> list[BuildItem]:
     return chosen
 
 
+def _failures(report: BuildReport) -> dict[str, list[str]]:
+    """What went wrong, each thing once, to the keys that it struck."""
+    found: dict[str, list[str]] = {}
+    for row in report.rows:
+        if row.status == "failed":
+            message = f"{row.error_type}: {(row.error or '').removeprefix(f'{row.key}: ')}"
+            found.setdefault(message, []).append(row.key)
+    return found
+
+
 def _show(report: BuildReport, out: Path) -> None:
     right = "seconds,worker,cubin,registers,stack,shared,CTAs/SM"
     columns = ("key", "status", *right.split(","), "limited by")
@@ -150,9 +160,9 @@ def _show(report: BuildReport, out: Path) -> None:
         ],
         right=right,
     )
-    for row in report.rows:
-        if row.status == "failed":
-            click.echo(f"cubinery: {row.error_type}: {row.error}", err=True)
+    for message, keys in _failures(report).items():
+        others = f" (and {len(keys) - 1} more keys)" if len(keys) > 1 else ""
+        click.echo(f"cubinery: failed: {keys[0]}{others}: {message}", err=True)
     line = f"{report.count('built')} built, {report.count('cached')} cached, {report.count('failed')} failed"
     line += f" in {report.seconds:.1f} s"
     if report.workers:

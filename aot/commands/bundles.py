@@ -10,7 +10,7 @@ import click
 from cubinery.aot.commands.common import (
     DEFAULT_BUNDLE,
     ExitCode,
-    UserError,
+    FailedError,
     human_bytes,
     json_option,
     plural,
@@ -41,7 +41,7 @@ def verify(ctx: click.Context, bundle: Path, as_json: bool) -> None:
             raise  # no bundle at all: a wrong path
         if as_json:
             show_json({"ok": False, "bundles": [], "error": str(error)})
-        raise UserError(str(error), ExitCode.FAILED) from error
+        raise FailedError(str(error)) from error
     if as_json:
         show_json({"ok": all(a.ok for a in audits), "bundles": [dataclasses.asdict(a) | {"ok": a.ok} for a in audits]})
     else:

@@ -41,14 +41,24 @@ EXIT_CODES = (
 
 
 class UserError(click.ClickException):
-    """One line on stderr and an exit code."""
+    """The caller has to change something: one line on stderr, and exit code 2."""
 
-    def __init__(self, message: str, code: ExitCode = ExitCode.USAGE) -> None:
-        super().__init__(message)
-        self.exit_code = int(code)
+    exit_code = int(ExitCode.USAGE)
 
     def show(self, file: Any = None) -> None:
         click.echo(f"cubinery: error: {self.format_message()}", file=file, err=file is None)
+
+
+class FailedError(UserError):
+    """A check that was asked for failed."""
+
+    exit_code = int(ExitCode.FAILED)
+
+
+class MachineError(UserError):
+    """This machine cannot do it."""
+
+    exit_code = int(ExitCode.MACHINE)
 
 
 class Cli(click.Group):
@@ -70,7 +80,7 @@ class Cli(click.Group):
         except click.UsageError as error:
             raise one_line(error) from error
         except (CubineryError, OSError) as error:
-            raise UserError(describe(error), code_of(error)) from error
+            raise kind_of(error)(describe(error)) from error
         except KeyboardInterrupt:
             click.echo("cubinery: interrupted; finished kernels are kept in the cache", err=True)
             ctx.exit(int(ExitCode.INTERRUPTED))
@@ -100,17 +110,17 @@ def describe(error: Exception) -> str:
     return str(error)
 
 
-def code_of(error: Exception) -> ExitCode:
+def kind_of(error: Exception) -> type[UserError]:
     """Whether a check failed, the machine has to change, or the caller."""
     from cubinery.aot.audit import CheckFailedError
     from cubinery.aot.errors import BuildError, StoreError
     from cubinery.runtime.errors import DriverError, IntegrityError
 
     if isinstance(error, CheckFailedError | IntegrityError):
-        return ExitCode.FAILED
-    if isinstance(error, BuildError | StoreError | DriverError):
-        return ExitCode.MACHINE
-    return ExitCode.USAGE if isinstance(error, CubineryError) else ExitCode.MACHINE
+        return FailedError
+    if isinstance(error, BuildError | StoreError | DriverError) or not isinstance(error, CubineryError):
+        return MachineError
+    return UserError
 
 
 def json_option(function: F) -> F:

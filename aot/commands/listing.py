@@ -26,6 +26,7 @@ def list_keys(
     """
     if sum((bool(specs), bundle is not None, installed)) > 1:
         raise UserError("--spec, --bundle and --installed exclude each other: give one")
+    columns: tuple[str, ...]
     if bundle is not None or installed:
         rows = _of_bundles(bundle, archs)
         columns, right = ("key", "cubin", "registers", "CTAs/SM", "requires"), "cubin,registers,CTAs/SM"

@@ -41,5 +41,5 @@ def _lines(progress: Progress) -> None:
     """One line for each key that was compiled or failed; what the cache had is only counted at the end."""
     row = progress.row
     if row is not None and row.status != "cached":
-        what = f"{row.seconds:.1f} s" if row.status == "built" else row.error
-        click.echo(f"[{progress.done}/{progress.total}] {row.status} {row.key}: {what}", err=True)
+        what = f"{row.key}: {row.seconds:.1f} s" if row.status == "built" else row.error
+        click.echo(f"[{progress.done}/{progress.total}] {row.status} {what}", err=True)

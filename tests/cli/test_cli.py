@@ -453,10 +453,9 @@ def test_tables_are_drawn_on_a_terminal_and_plain_in_a_pipe(tmp_path: Path) -> N
     assert "paged_decode-sm_110a-mma-d128-p16-kvfp8" in drawn.decode()
 
 
-def test_click_is_not_asked_to_translate_our_errors() -> None:
-    """`UserError` keeps click's protocol, so that other groups may embed these commands."""
-    from cubinery.aot.commands.common import ExitCode, UserError
+def test_errors_keep_clicks_protocol() -> None:
+    """So that other groups may embed these commands."""
+    from cubinery.aot.commands.common import FailedError, MachineError, UserError
 
-    error = UserError("nothing to do", ExitCode.MACHINE)
-    assert isinstance(error, click.ClickException)
-    assert error.exit_code == 3
+    assert [issubclass(kind, click.ClickException) for kind in (UserError, FailedError, MachineError)] == [True] * 3
+    assert [kind("x").exit_code for kind in (UserError, FailedError, MachineError)] == [2, 1, 3]
