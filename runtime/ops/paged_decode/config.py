@@ -102,7 +102,7 @@ class DecodeConfig(KernelConfig):
         """Registers a thread of (loading, computing) warps after the loading warpgroup gave its own away."""
         groups = self.threads // 128
         at_launch = min(248, arch.registers_per_sm // (self.threads * self.ctas_per_sm) // 8 * 8)
-        loading = 72
+        loading = 56
         computing = (at_launch * groups - loading) // (groups - 1) // 8 * 8
         return loading, min(240, computing)
 

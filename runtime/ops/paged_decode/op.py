@@ -1,0 +1,161 @@
+"""The public call of paged decode: choose a kernel, plan a step, run it.
+
+    decode = PagedDecode(library, head_dim=128, page_size=16, kv_format="fp8")
+    plan = decode.plan(seq_lens, num_q_heads=32, num_kv_heads=8)     # host work, once a step
+    o, lse = plan.run(q, k_cache, v_cache, block_table)              # launches only; once a layer
+
+Nothing compiles here, and a kernel that the library lacks is an error that lists the spec lines to add.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cubinery.runtime.arch import resolve, served_by
+from cubinery.runtime.errors import ArgumentError, PlanError
+from cubinery.runtime.kernel import Kernel
+from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.plan import Plan
+from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, host_lengths
+from cubinery.runtime.ops.paged_decode.select import Problem, select
+from cubinery.runtime.ops.paged_decode.streams import raw_stream
+
+__all__ = ["PagedDecode", "Plan"]
+
+
+class PagedDecode:
+    """Decode attention over a paged KV cache, for one device and one kind of problem.
+
+    One object serves any batch, GQA ratio, physical cache layout and descale granularity. Making one loads
+    nothing. Safe for many threads; a Plan is for one thread at a time.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        *,
+        head_dim: int,
+        page_size: int,
+        kv_format: str,
+        q_len: int = 1,
+        causal: bool = True,
+        q_dtype: str = "bf16",
+        impl: str | None = None,
+        row_tile: int | None = None,
+        ctas_per_sm: int | None = None,
+        pdl: bool = False,
+        device: int | str | torch.device | None = None,
+    ) -> None:
+        """`q_len` new tokens a sequence; `impl`, `row_tile` and `ctas_per_sm` override the selector.
+
+        `device` is an index or a torch device, the current one by default. Raises ConfigError where no
+        kernel serves the problem, ArchError where the library holds nothing for the device.
+        """
+        self.library = library
+        self.device = _device_index(library, device)
+        self.torch_device = torch.device(library.driver.torch_device(self.device))
+        self.info = library.driver.device_info(self.device)
+        library.archs_for(self.device)  # raises where the library serves no arch of this device
+        self.arch = resolve(served_by(self.info.compute_capability)[0])
+        self.head_dim, self.page_size, self.kv_format = head_dim, page_size, kv_format
+        self.q_len, self.causal, self.q_dtype = q_len, causal, q_dtype
+        self._choices: dict[str, Any] = {"impl": impl, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm, "pdl": pdl}
+        self._kernels: dict[tuple[int, bool], Kernel] = {}
+        self._one: torch.Tensor | None = None
+        self.config(1)
+
+    def config(self, group_size: int) -> DecodeConfig:
+        """The configuration for `group_size` query heads a KV head. Raises ConfigError."""
+        problem = Problem(
+            head_dim=self.head_dim, page_size=self.page_size, kv_format=self.kv_format, group_size=group_size,
+            q_len=self.q_len, causal=self.causal, q_dtype=self.q_dtype,
+        )  # fmt: skip
+        return select(problem, self.arch, **self._choices)
+
+    def keys(self, group_size: int) -> tuple[str, ...]:
+        """Keys of all kernels that plans of this GQA ratio may launch, for `Library.preload`."""
+        config = self.config(group_size)
+        return tuple(self.library.key_for(c, self.device) for c in (config, *config.requires()))
+
+    def preload(self, group_size: int) -> None:
+        """Load the kernels of a GQA ratio now. Raises KernelNotFoundError where the library lacks one."""
+        self.library.preload(self.keys(group_size), [self.device])
+
+    def plan(
+        self,
+        seq_lens: Any,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        policy: Policy | None = None,
+        max_splits: int | None = None,
+        force_splits: int = 0,
+        min_chunk_tiles: int = 1,
+        pad_to: int = 0,
+        capturable: bool = False,
+        stream: Any = None,
+    ) -> Plan:
+        """Plan one decode step from lengths on the host: keys of each sequence, new tokens included.
+
+        `policy` is `thor` on Thor and `balanced` elsewhere by default; the options are those of
+        `planner.plan_splits`. `pad_to` fixes the length of the work list, and `capturable` picks a length
+        that suits the batch: such a plan launches the same grids whatever its lengths, so a captured graph
+        stays valid across `Plan.update`. The plan's arrays travel to the device in order on `stream` (the
+        current one by default), without waiting.
+
+        Raises PlanError, ConfigError, KernelNotFoundError; CaptureError during a graph capture.
+        """
+        for name, value in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads)):
+            if type(value) is not int or value < 1:
+                raise PlanError(f"{name} = {value!r}: expected an integer of at least 1")
+        if num_q_heads % num_kv_heads:
+            raise PlanError(f"num_q_heads = {num_q_heads}: expected a multiple of num_kv_heads = {num_kv_heads}")
+        lengths = host_lengths(seq_lens)
+        config = self.config(num_q_heads // num_kv_heads)
+        q_tiles = -(-self.q_len * (num_q_heads // num_kv_heads) // config.row_tile)
+        if policy is None:
+            policy = "thor" if self.arch.name == "sm_110a" else "balanced"
+        options: dict[str, Any] = {
+            "policy": policy, "num_kv_heads": num_kv_heads, "q_tiles": q_tiles, "sm_count": self.info.sm_count,
+            "ctas_per_sm": config.ctas_per_sm, "max_splits": max_splits, "force_splits": force_splits,
+            "min_chunk_tiles": min_chunk_tiles, "pad_to": pad_to,
+        }  # fmt: skip
+        if capturable and not pad_to:
+            slots = max(1, self.info.sm_count * config.ctas_per_sm // (num_kv_heads * q_tiles))
+            spare = 0 if max_splits == 1 else slots
+            options["pad_to"] = max(len(lengths), min(len(lengths) + spare, MAX_WORK))
+        return Plan(self, config, lengths, num_q_heads, num_kv_heads, options, raw_stream(self.torch_device, stream))
+
+    # -- for Plan ------------------------------------------------------------------------------
+
+    def kernel(self, config: DecodeConfig, group_size: int, *, reduce: bool, stream: int) -> Kernel:
+        """The decode kernel, or the reduction that it requires, loaded at the first request."""
+        found = self._kernels.get((group_size, reduce))
+        if found is None:
+            key = self.library.key_for(config.requires()[0] if reduce else config, self.device)
+            role = "reduce" if reduce else "decode"
+            found = self.library.kernel(key, self.device, role=role, stream=stream)
+            self._kernels[group_size, reduce] = found
+        return found
+
+    def one(self) -> torch.Tensor:
+        """The descale 1.0 on the device, for those that are not given."""
+        if self._one is None:
+            self._one = torch.ones(1, dtype=torch.float32, device=self.torch_device)
+        return self._one
+
+
+def _device_index(library: Library, device: int | str | torch.device | None) -> int:
+    """The driver's index of a device."""
+    if device is None:
+        return library.driver.current_device()
+    if isinstance(device, int):
+        return device
+    try:
+        named = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device = {device!r}: expected an index or a torch device ({error})") from error
+    return library.driver.current_device() if named.index is None else named.index

@@ -1,0 +1,346 @@
+"""A planned decode step: its schedule on the device, and the launches of each layer that runs it.
+
+Imported by op.py alone, after torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch  # noqa: TID253 - only op.py imports this module
+
+from cubinery.runtime.errors import ArgumentError, CaptureError, PlanError
+from cubinery.runtime.kernel import BoundLaunch, Kernel
+from cubinery.runtime.ops.paged_decode import tensors
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.planner import SplitPlan, host_lengths, plan_splits
+from cubinery.runtime.ops.paged_decode.streams import Upload, on_stream, raw_stream
+
+if TYPE_CHECKING:
+    from cubinery.runtime.ops.paged_decode.op import PagedDecode
+
+MAX_CALLS = 512
+"""Pairs of K and V caches (layers of a model) whose launches a plan keeps; the oldest goes first."""
+
+Descale = torch.Tensor | float | None
+
+
+class Plan:
+    """One decode step's schedule on the device, ready to run for every layer of a model.
+
+    For one thread at a time. It must outlive the graphs that captured it.
+    """
+
+    def __init__(
+        self, decode: PagedDecode, config: DecodeConfig, lengths: Any, num_q_heads: int, num_kv_heads: int,
+        options: dict[str, Any], stream: int,
+    ) -> None:  # fmt: skip
+        """Use `PagedDecode.plan`."""
+        self.decode, self.config = decode, config
+        self._driver = decode.library.driver
+        self._check_not_capturing("plan", stream)
+        self.shape = tensors.Shape(
+            len(lengths), decode.q_len, num_q_heads, num_kv_heads, decode.head_dim, decode.page_size,
+            decode.kv_format, decode.q_dtype, decode.torch_device,
+        )  # fmt: skip
+        self.splits: SplitPlan = plan_splits(lengths, **options)
+        self._reduces = options["max_splits"] != 1 and (options["pad_to"] > 0 or self.splits.num_partials > 0)
+        self._fixed = options["pad_to"] > 0
+        # Updates stay within this plan's grid, and split nothing if it launches no reduction.
+        self._options = options | {"pad_to": self.splits.num_work}
+        if not self._reduces:
+            self._options |= {"max_splits": 1, "force_splits": 0}
+        group = self.shape.group_size
+        self._kernel = decode.kernel(config, group, reduce=False, stream=stream)
+        self._reduction = decode.kernel(config, group, reduce=True, stream=stream) if self._reduces else None
+        self._one = decode.one()
+        self._upload = Upload(decode.torch_device, 4 * self.splits.num_work + 3 * len(lengths), stream)
+        self._ordered = -1  # the stream that last ran, known to follow the upload
+        self._calls: dict[tuple[int, int], _Call] = {}
+        self._workspace: torch.Tensor | None = None
+        self._send(self.splits, lengths, stream)
+        work = self._upload.tensor.data_ptr()
+        self._constants: tensors.Values = {
+            "work": work,
+            "splits": work + 16 * self.num_work,
+            "seq_lens": work + 16 * self.num_work + 8 * self.num_seqs,
+            "num_work": self.num_work,
+            "num_seqs": self.num_seqs,
+            "num_kv_heads": num_kv_heads,
+            "q_tiles": options["q_tiles"],
+            "rows": num_kv_heads * self.shape.n_q,
+            "n_q": self.shape.n_q,
+            "group_size": group,
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan of {self.num_seqs} sequences: {self.splits.num_items} of {self.num_work} work items, "
+            f"up to {self.splits.max_splits} splits, {self._kernel.key}>"
+        )
+
+    @property
+    def num_seqs(self) -> int:
+        return self.shape.num_seqs
+
+    @property
+    def num_work(self) -> int:
+        """Work items, padding included: an axis of the grid, fixed for the life of the plan."""
+        return self.splits.num_work
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the kernels that `run` launches, in order."""
+        return (self._kernel.key,) if self._reduction is None else (self._kernel.key, self._reduction.key)
+
+    @property
+    def partial_slots(self) -> int:
+        """Partial results that the workspace must hold, whatever lengths an update brings."""
+        # A sequence in several items brings at least one item more than there are sequences.
+        spare = self.num_work - self.num_seqs
+        return min(self.num_work, 2 * spare) if self._reduces else 0
+
+    def workspace_bytes(self) -> int:
+        """Bytes that `run` needs as its workspace (16-byte aligned); 0 if nothing can be split."""
+        return self.partial_slots * self._row_counts() * 4 * (self.shape.head_dim + 2) + (16 if self._reduces else 0)
+
+    def _row_counts(self) -> int:
+        """Output rows of one partial slot."""
+        return self.shape.num_kv_heads * self.shape.n_q
+
+    def update(self, seq_lens: Any, *, stream: Any = None) -> None:
+        """Replan for new lengths of the same sequences, in the same device memory and the same grid.
+
+        A graph that captured `run` then computes the new step when it is replayed after this, on the same
+        stream. The copy follows earlier work of `stream` (the current one by default): use the stream that
+        runs the plan. Raises PlanError, and changes nothing, if the new plan does not fit.
+        """
+        raw = raw_stream(self.decode.torch_device, stream)
+        self._check_not_capturing("update", raw)
+        lengths = host_lengths(seq_lens)
+        if len(lengths) != self.num_seqs:
+            raise PlanError(f"seq_lens has {len(lengths)} sequences: expected {self.num_seqs}, as this plan was made")
+        splits = plan_splits(lengths, **self._options)
+        longest = int(lengths.max())
+        short = {key for key, call in self._calls.items() if call.table_keys < longest}
+        if short and self._fixed:
+            widest = min(self._calls[key].table_keys for key in short)
+            raise PlanError(
+                f"seq_lens reach {longest} keys: a block table that this plan ran with, and that a graph may hold, "
+                f"has room for {widest}; capture with a wider one"
+            )
+        for key in short:  # the next run checks its table again
+            del self._calls[key]
+        self._send(splits, lengths, raw)
+        self.splits = splits
+
+    def _send(self, splits: SplitPlan, lengths: Any, stream: int) -> None:
+        self._upload.write([splits.work, splits.splits, lengths.astype(np.int32)], stream)
+        self._lengths = lengths
+        self._ordered = stream
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        q_descale: Descale = None,
+        k_descale: Descale = None,
+        v_descale: Descale = None,
+        softmax_scale: float | None = None,
+        out_scale: float = 1.0,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+        stream: Any = None,
+        check_block_table: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the step for one layer; returns (out, lse).
+
+        - `q`, `out`: bf16 (num_seqs * q_len, num_q_heads, head_dim) or (num_seqs, q_len, num_q_heads,
+          head_dim), any strides in multiples of 16 bytes, head_dim contiguous.
+        - `k_cache`, `v_cache`: logical views (num_pages, page_size, num_kv_heads, head_dim) of any physical
+          layout (see `layouts.kv_views`), strides in multiples of 16 bytes. fp8 caches are float8_e4m3fn or
+          uint8 codes.
+        - `block_table`: int32 (num_seqs, max_blocks). Entries at and past a sequence's end are never read.
+          `check_block_table` checks all others on the host, which waits for the device.
+        - descales: None (1), a number, or fp32 tensors of 1 element, (num_kv_heads,) or (num_seqs,
+          num_kv_heads). `q_descale * k_descale * softmax_scale` (1 / sqrt(head_dim) by default) scales the
+          scores and must be positive; `v_descale * out_scale` scales the output.
+        - `lse`: fp32 (num_seqs, num_kv_heads, q_len * group_size), natural log, row token * group_size + head.
+        - `workspace`: at least `workspace_bytes()` on 16 bytes; the plan keeps one of its own if None. Runs
+          that may overlap need one each.
+        - `stream`: a torch stream or a raw handle, the current stream by default.
+
+        With `out`, `lse` and `workspace` given it allocates, copies and waits for nothing. Rows that see no
+        key give 0 and -inf. Raises ArgumentError before anything is launched.
+        """
+        raw = raw_stream(self.decode.torch_device, stream)
+        given = (q, k_cache, v_cache, block_table, q_descale, k_descale, v_descale, out, lse, workspace)
+        scales = (softmax_scale, out_scale)
+        known = None if check_block_table else self._known(given, scales)
+        call, out, lse = known or self._bind(given, scales, raw, check_block_table)
+        if raw != self._ordered:
+            self._order(raw)
+        call.decode.launch(raw)
+        if call.reduce is not None:
+            call.reduce.launch(raw)
+        return out, lse
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _known(
+        self, given: tuple[Any, ...], scales: tuple[Any, ...]
+    ) -> tuple[_Call, torch.Tensor, torch.Tensor] | None:
+        """The launches of an earlier run with these very tensors, which need no second look."""
+        out, lse = given[7], given[8]
+        if out is None or lse is None:
+            return None
+        try:
+            call = self._calls.get((given[1].data_ptr(), given[2].data_ptr()))
+        except AttributeError:  # not tensors: the checks will say so
+            return None
+        return (call, out, lse) if call is not None and call.repeats(given, scales) else None
+
+    def _bind(
+        self, given: tuple[Any, ...], scales: tuple[Any, ...], raw: int, check_block_table: bool
+    ) -> tuple[_Call, torch.Tensor, torch.Tensor]:
+        """Check every argument, allocate what was not given, and pack the launches."""
+        q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace = given
+        shape, device = self.shape, self.decode.torch_device
+        values: tensors.Values = dict(self._constants)
+        values |= tensors.queries("q", q, shape, "q")
+        values |= tensors.caches(k, v, shape)
+        values |= tensors.block_table(table, shape, int(self._lengths.max()))
+        softmax_scale, out_scale = scales
+        scale_qs = shape.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        scale_qs = tensors.number("softmax_scale", scale_qs, positive=True)
+        scale_o = tensors.number("out_scale", out_scale, positive=False)
+        for name, descale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+            if descale is None or isinstance(descale, int | float):
+                values |= tensors.descale(name, self._one, shape)
+                if descale is None:
+                    continue
+                # A number needs no memory on the device: it joins the scale that it multiplies.
+                if name == "v_descale":
+                    scale_o *= tensors.number(name, descale, positive=False)
+                else:
+                    scale_qs *= tensors.number(name, descale, positive=True)
+            else:
+                values |= tensors.descale(name, descale, shape)
+        values["scale_qs"], values["scale_o"] = scale_qs, scale_o
+        if check_block_table:
+            self._check_table(table, k.shape[0], raw)
+        if out is not None:
+            values |= tensors.queries("out", out, shape, "o")
+        if lse is not None:
+            values |= tensors.lse(lse, shape)
+        values |= self._partials(workspace, raw)
+        with on_stream(device, raw):
+            if out is None:
+                out = torch.empty(tuple(q.shape), dtype=torch.bfloat16, device=device)
+                values |= tensors.queries("out", out, shape, "o")
+            if lse is None:
+                lse = torch.empty(shape.lse, dtype=torch.float32, device=device)
+                values |= tensors.lse(lse, shape)
+        key = (k.data_ptr(), v.data_ptr())
+        call = self._calls.get(key)
+        if call is None:
+            while len(self._calls) >= MAX_CALLS:
+                del self._calls[next(iter(self._calls))]
+            call = _Call(self._kernel, self._reduction, values)
+        else:
+            call.rebind(values)
+        call.remember((q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace), scales)
+        call.table_keys = table.shape[1] * shape.page_size
+        self._calls[key] = call
+        return call, out, lse
+
+    def _partials(self, workspace: torch.Tensor | None, raw: int) -> tensors.Values:
+        """Addresses of the partial results in the workspace."""
+        needed = self.workspace_bytes()
+        if workspace is None:
+            if self._workspace is None and needed:
+                with on_stream(self.decode.torch_device, raw):
+                    self._workspace = torch.empty(needed, dtype=torch.uint8, device=self.decode.torch_device)
+            workspace = self._workspace
+        base = 0 if workspace is None else tensors.workspace(workspace, self.decode.torch_device, needed)
+        if not needed:  # nothing is split, so nobody reads or writes these
+            base = self._upload.tensor.data_ptr()
+        rows = self.partial_slots * self._row_counts()
+        m_partial = base + rows * self.shape.head_dim * 4
+        return {"o_partial": base, "m_partial": m_partial, "l_partial": -(-(m_partial + rows * 4) // 16) * 16}
+
+    def _check_table(self, table: torch.Tensor, num_pages: int, raw: int) -> None:
+        """Every entry that the kernel will look up names a page. Waits for the device."""
+        if self._driver.is_capturing(raw):
+            raise CaptureError("check_block_table waits for the device, which a graph capture forbids: check before it")
+        entries = table.cpu().numpy()
+        used = np.arange(entries.shape[1]) * self.shape.page_size < self._lengths[:, None]
+        bad = np.argwhere(used & ((entries < 0) | (entries >= num_pages)))
+        if len(bad):
+            seq, column = (int(i) for i in bad[0])
+            raise ArgumentError(
+                f"block_table[{seq}, {column}] = {entries[seq, column]}: expected a page, 0 to {num_pages - 1}; "
+                f"{len(bad)} such entries"
+            )
+
+    def _order(self, raw: int) -> None:
+        """Make a stream that did not carry the upload follow it."""
+        if raw != self._upload.stream and self._driver.is_capturing(raw):
+            return  # an event from outside may not enter a capture; whoever replays orders it after the update
+        self._upload.order(raw, self._workspace, self._one)
+        self._ordered = raw
+
+    def _check_not_capturing(self, what: str, stream: int) -> None:
+        if self._driver.is_capturing(stream):
+            raise CaptureError(
+                f"{what} copies from the host, which a graph must not repeat: plan before the capture, and call "
+                "update before each replay"
+            )
+
+
+class _Call:
+    """The bound launches of one layer, and the arguments that they were bound from."""
+
+    __slots__ = ("_held", "_pointers", "_scales", "decode", "reduce", "table_keys")
+
+    def __init__(self, kernel: Kernel, reduction: Kernel | None, values: tensors.Values) -> None:
+        self.decode: BoundLaunch = kernel.bind(_pick(kernel, values))
+        self.reduce: BoundLaunch | None = None if reduction is None else reduction.bind(_pick(reduction, values))
+        self.table_keys = 0
+        """Keys that a row of the block table has room for."""
+
+    def rebind(self, values: tensors.Values) -> None:
+        """Pack again what differs."""
+        self.decode.update(**_pick(self.decode.kernel, values))
+        if self.reduce is not None:
+            self.reduce.update(**_pick(self.reduce.kernel, values))
+
+    def remember(self, given: tuple[Any, ...], scales: tuple[Any, ...]) -> None:
+        """Hold the arguments weakly: identity and address together say that nothing was exchanged."""
+        tensor = [isinstance(x, torch.Tensor) for x in given]
+        self._held = tuple(weakref.ref(x) if t else _holder(x) for x, t in zip(given, tensor, strict=True))
+        self._pointers = tuple(x.data_ptr() if t else None for x, t in zip(given, tensor, strict=True))
+        self._scales = scales
+
+    def repeats(self, given: tuple[Any, ...], scales: tuple[Any, ...]) -> bool:
+        """These are the very arguments that were remembered."""
+        if scales != self._scales:
+            return False
+        for x, held, pointer in zip(given, self._held, self._pointers):  # noqa: B905 - strict costs time here
+            if held() is not x or (pointer is not None and (x is None or x.data_ptr() != pointer)):
+                return False
+        return True
+
+
+def _holder(x: Any) -> Any:
+    return lambda: x
+
+
+def _pick(kernel: Kernel, values: tensors.Values) -> tensors.Values:
+    """The values that one kernel takes."""
+    return {name: values[name] for name in kernel.names}

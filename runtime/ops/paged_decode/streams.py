@@ -1,0 +1,84 @@
+"""The few calls of torch.cuda that an operator makes, each of which does nothing for tensors on the CPU.
+
+A driver that executes on the host (a simulator) has CPU tensors and no streams; the same operator runs on it.
+Imported by op.py alone, after torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch  # noqa: TID253 - only op.py imports this module
+from numpy.typing import NDArray
+
+from cubinery.runtime.errors import ArgumentError
+
+_cuda: Any = torch.cuda  # partly untyped
+
+# The raw handle without building a Stream object, which takes longer than all other host work of a launch.
+_raw_current: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def raw_stream(device: torch.device, stream: Any = None) -> int:
+    """The raw handle of a torch stream, of a handle, or (None) of the device's current stream; 0 on a CPU."""
+    if stream is None:
+        if device.type == "cpu":
+            return 0
+        return _raw_current(device.index) if _raw_current else int(torch.cuda.current_stream(device).cuda_stream)
+    raw = getattr(stream, "cuda_stream", stream)
+    if type(raw) is not int or raw < 0:
+        raise ArgumentError(f"stream = {stream!r}: expected a torch stream, a raw handle or None")
+    return raw
+
+
+def torch_stream(device: torch.device, raw: int) -> Any:
+    """The torch stream of a raw handle of a CUDA device."""
+    return _cuda.ExternalStream(raw, device) if raw else _cuda.default_stream(device)
+
+
+def on_stream(device: torch.device, raw: int) -> AbstractContextManager[Any]:
+    """Allocate and copy on a stream: a context, free where it is the current one already."""
+    if device.type == "cpu" or raw == raw_stream(device):
+        return nullcontext()
+    return torch.cuda.stream(torch_stream(device, raw))
+
+
+class Upload:
+    """Device memory of int32 that the host rewrites in place, in stream order and without waiting."""
+
+    def __init__(self, device: torch.device, size: int, raw: int) -> None:
+        with on_stream(device, raw):
+            self.tensor = torch.empty(size, dtype=torch.int32, device=device)
+        self.device, self.stream = device, raw
+        self._event: Any = None
+
+    def write(self, parts: list[NDArray[np.int32]], raw: int) -> None:
+        """Copy the concatenation of `parts` to the start of the buffer, ordered on stream `raw`."""
+        total = sum(part.size for part in parts)
+        # A fresh pinned block each time: torch's host allocator hands one out again only when the copy that
+        # reads it has ended, so that the next write cannot overtake this one.
+        staging = torch.empty(total, dtype=torch.int32, pin_memory=self.device.type != "cpu")
+        np.concatenate([part.reshape(-1) for part in parts], out=staging.numpy())
+        with on_stream(self.device, raw):
+            self.tensor[:total].copy_(staging, non_blocking=True)
+        self.stream = raw
+        if self.device.type != "cpu":
+            if self._event is None:
+                self._event = _cuda.Event()
+            self._event.record(torch_stream(self.device, raw))
+
+    def order(self, raw: int, *tensors: torch.Tensor | None) -> None:
+        """Make work on stream `raw` wait for the last write, and keep the memory until that work ends.
+
+        `tensors` are others that the same work uses and that were allocated on another stream.
+        """
+        if raw == self.stream or self.device.type == "cpu":
+            return
+        stream = torch_stream(self.device, raw)
+        stream.wait_event(self._event)
+        for tensor in (self.tensor, *tensors):
+            if tensor is not None:
+                tensor.record_stream(stream)

@@ -1,0 +1,216 @@
+"""Checks of a launch's tensors, and the strides that they contribute to its values.
+
+Each function looks at one argument of `Plan.run`, raises ArgumentError naming the argument, what was
+expected and what was found, and returns launch values by the names of the kernel's record. Tensors are
+used by their attributes alone, so torch is not imported here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from cubinery.runtime.errors import ArgumentError
+from cubinery.runtime.ops.paged_decode.config import KV_BITS
+
+Tensor = Any
+Values = dict[str, int | float]
+
+STRIDE_LIMIT = 2**31
+ALIGNMENT = 16
+"""Bytes: of base addresses, and of the strides of Q, K, V and O (TMA and vector accesses)."""
+
+KV_DTYPES = {"bf16": ("torch.bfloat16",), "fp8": ("torch.float8_e4m3fn", "torch.uint8")}
+"""Accepted dtypes by kv_format; uint8 holds e4m3 codes, as serving engines allocate them."""
+Q_DTYPES = {"bf16": "torch.bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the tensors of one plan have in common."""
+
+    num_seqs: int
+    q_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    kv_format: str
+    q_dtype: str
+    device: Any
+    """torch.device of all tensors."""
+
+    @property
+    def group_size(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def n_q(self) -> int:
+        return self.q_len * self.group_size
+
+    @property
+    def lse(self) -> tuple[int, int, int]:
+        """Shape of LSE."""
+        return self.num_seqs, self.num_kv_heads, self.n_q
+
+
+def common(name: str, tensor: Tensor, device: Any, *dtypes: str) -> None:
+    """Tensor, device and dtype."""
+    if not hasattr(tensor, "data_ptr") or not hasattr(tensor, "stride"):
+        raise ArgumentError(f"{name} is a {type(tensor).__name__}: expected a torch tensor")
+    if tensor.device != device:
+        raise ArgumentError(f"{name} is on {tensor.device}: expected {device}")
+    if str(tensor.dtype) not in dtypes:
+        raise ArgumentError(f"{name} has dtype {tensor.dtype}: expected {' or '.join(dtypes)}")
+
+
+def strides(name: str, tensor: Tensor, axes: tuple[str, ...], *, align: int = ALIGNMENT) -> list[int]:
+    """Element strides of all axes but the last, which must be contiguous; checks alignment and range.
+
+    An axis of one element has whatever stride its producer left there (DLPack gives 1); it is never
+    stepped along, so it gets the length of a row instead, which satisfies every rule.
+    """
+    shape, found, size = tensor.shape, tensor.stride(), tensor.element_size()
+    if shape[-1] > 1 and found[-1] != 1:
+        raise ArgumentError(f"{name} has stride {found[-1]} along {axes[-1]}: expected 1 (strides {tuple(found)})")
+    result = []
+    for axis, count, stride in zip(axes[:-1], shape, found, strict=False):
+        if count == 1:
+            stride = shape[-1]
+        if not 0 <= stride < STRIDE_LIMIT:
+            raise ArgumentError(f"{name} has stride {stride} along {axis}: expected 0 to {STRIDE_LIMIT - 1} elements")
+        if stride * size % align:
+            raise ArgumentError(
+                f"{name} has a stride of {stride * size} bytes along {axis}: expected a multiple of {align}"
+            )
+        result.append(stride)
+    address(name, tensor.data_ptr(), align)
+    return result
+
+
+def address(name: str, pointer: int, align: int = ALIGNMENT) -> None:
+    if pointer == 0 or pointer % align:
+        raise ArgumentError(f"{name} lies at address {pointer:#x}: expected a multiple of {align}")
+
+
+def queries(name: str, tensor: Tensor, shape: Shape, prefix: str) -> Values:
+    """Q or O: (num_seqs * q_len, num_q_heads, head_dim) or (num_seqs, q_len, num_q_heads, head_dim)."""
+    common(name, tensor, shape.device, Q_DTYPES[shape.q_dtype] if prefix == "q" else "torch.bfloat16")
+    found = tuple(tensor.shape)
+    tail = (shape.num_q_heads, shape.head_dim)
+    flat, full = (shape.num_seqs * shape.q_len, *tail), (shape.num_seqs, shape.q_len, *tail)
+    if found == full:
+        seq, token, head = strides(name, tensor, ("seq", "token", "head", "head_dim"))
+    elif found == flat:
+        token, head = strides(name, tensor, ("token", "head", "head_dim"))
+        seq = token * shape.q_len
+        if seq >= STRIDE_LIMIT:
+            raise ArgumentError(
+                f"{name} has stride {seq} from sequence to sequence: expected at most {STRIDE_LIMIT - 1} elements"
+            )
+    else:
+        raise ArgumentError(
+            f"{name} has shape {found}: expected {flat} or {full}, "
+            "(num_seqs * q_len, num_q_heads, head_dim) or with num_seqs and q_len apart"
+        )
+    return {prefix: tensor.data_ptr(), f"{prefix}_seq": seq, f"{prefix}_token": token, f"{prefix}_head": head}
+
+
+def caches(k: Tensor, v: Tensor, shape: Shape) -> Values:
+    """K and V: logical views (num_pages, page_size, num_kv_heads, head_dim) of one dtype."""
+    values: Values = {}
+    expected = (shape.page_size, shape.num_kv_heads, shape.head_dim)
+    size = KV_BITS[shape.kv_format] // 8
+    for name, prefix, tensor in (("k_cache", "k", k), ("v_cache", "v", v)):
+        common(name, tensor, shape.device, *KV_DTYPES[shape.kv_format])
+        found = tuple(tensor.shape)
+        if len(found) != 4 or found[1:] != expected or found[0] < 1:
+            raise ArgumentError(
+                f"{name} has shape {found}: expected (num_pages, {', '.join(map(str, expected))}), "
+                "(num_pages, page_size, num_kv_heads, head_dim)"
+            )
+        page, row, head = strides(name, tensor, ("page", "row", "head", "head_dim"))
+        values |= {
+            prefix: tensor.data_ptr(),
+            f"{prefix}_page_bytes": page * size,
+            f"{prefix}_row_bytes": row * size,
+            f"{prefix}_head_bytes": head * size,
+        }
+    if v.dtype != k.dtype:
+        raise ArgumentError(f"v_cache has dtype {v.dtype}: expected {k.dtype}, the dtype of k_cache")
+    if v.shape[0] != k.shape[0]:
+        raise ArgumentError(f"v_cache has {v.shape[0]} pages: expected {k.shape[0]}, as k_cache has")
+    values["num_pages"] = k.shape[0]
+    return values
+
+
+def block_table(table: Tensor, shape: Shape, longest: int) -> Values:
+    """int32 (num_seqs, max_blocks), wide enough for the longest sequence."""
+    common("block_table", table, shape.device, "torch.int32")
+    found = tuple(table.shape)
+    if len(found) != 2 or found[0] != shape.num_seqs or found[1] < 1:
+        raise ArgumentError(f"block_table has shape {found}: expected ({shape.num_seqs}, max_blocks)")
+    (stride,) = strides("block_table", table, ("seq", "block"), align=4)
+    if found[1] * shape.page_size < longest:
+        raise ArgumentError(
+            f"block_table has {found[1]} columns of {shape.page_size} keys: expected at least "
+            f"{-(-longest // shape.page_size)}, as the longest sequence has {longest} keys"
+        )
+    return {"block_table": table.data_ptr(), "block_table_stride": stride}
+
+
+def descale(name: str, tensor: Tensor, shape: Shape) -> Values:
+    """fp32 of one element, (num_kv_heads,) or (num_seqs, num_kv_heads)."""
+    common(name, tensor, shape.device, "torch.float32")
+    found, by_head = tuple(tensor.shape), (shape.num_kv_heads,)
+    if math.prod(found) == 1:
+        seq = head = 0
+    elif found == by_head:
+        seq, head = 0, tensor.stride(0)
+    elif found == (shape.num_seqs, *by_head):
+        seq, head = tensor.stride()
+    else:
+        raise ArgumentError(f"{name} has shape {found}: expected 1 element, {by_head} or {(shape.num_seqs, *by_head)}")
+    for stride in (seq, head):
+        if not 0 <= stride < STRIDE_LIMIT:
+            raise ArgumentError(f"{name} has stride {stride}: expected 0 to {STRIDE_LIMIT - 1} elements")
+    address(name, tensor.data_ptr(), 4)
+    return {name: tensor.data_ptr(), f"{name}_seq": seq, f"{name}_head": head}
+
+
+def lse(tensor: Tensor, shape: Shape) -> Values:
+    """fp32 (num_seqs, num_kv_heads, n_q), contiguous."""
+    common("lse", tensor, shape.device, "torch.float32")
+    if tuple(tensor.shape) != shape.lse:
+        raise ArgumentError(f"lse has shape {tuple(tensor.shape)}: expected {shape.lse}, (num_seqs, num_kv_heads, n_q)")
+    if not tensor.is_contiguous():
+        raise ArgumentError(f"lse has strides {tuple(tensor.stride())}: expected a contiguous tensor")
+    address("lse", tensor.data_ptr(), 4)
+    return {"lse": tensor.data_ptr()}
+
+
+def workspace(tensor: Tensor, device: Any, needed: int) -> int:
+    """Any contiguous tensor of at least `needed` bytes on 16; returns its address."""
+    if not hasattr(tensor, "data_ptr") or not hasattr(tensor, "stride"):
+        raise ArgumentError(f"workspace is a {type(tensor).__name__}: expected a torch tensor")
+    if tensor.device != device:
+        raise ArgumentError(f"workspace is on {tensor.device}: expected {device}")
+    size = tensor.numel() * tensor.element_size()
+    if size < needed:
+        raise ArgumentError(f"workspace has {size} bytes: expected at least {needed}, see workspace_bytes()")
+    if not tensor.is_contiguous():
+        raise ArgumentError(f"workspace has strides {tuple(tensor.stride())}: expected a contiguous tensor")
+    pointer: int = tensor.data_ptr()
+    if needed:
+        address("workspace", pointer)
+    return pointer
+
+
+def number(name: str, value: Any, *, positive: bool) -> float:
+    """A finite Python number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ArgumentError(f"{name} = {value!r}: expected a finite number")
+    if positive and value <= 0:
+        raise ArgumentError(f"{name} = {value!r}: expected a number above 0")
+    return float(value)

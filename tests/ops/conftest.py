@@ -1,0 +1,33 @@
+"""A decode operator on a fake driver, over a bundle that holds what its selector picks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_driver import FakeDriver, write_bundle
+
+from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.op import PagedDecode
+from cubinery.runtime.ops.paged_decode.select import DOMAIN_AXES, outcomes
+
+
+@pytest.fixture
+def make_decode(tmp_path: Path) -> Callable[..., tuple[PagedDecode, FakeDriver]]:
+    """make_decode(group_sizes=(4,), archs=("sm_90a",), **PagedDecode options) -> (decode, driver)."""
+
+    def make(
+        group_sizes: tuple[int, ...] = (4,), archs: tuple[str, ...] = ("sm_90a",), **options: Any
+    ) -> tuple[PagedDecode, FakeDriver]:
+        driver = FakeDriver(archs)
+        problem = {"head_dim": 128, "page_size": 16, "kv_format": "fp8"} | options
+        domain = {name: [value] for name, value in problem.items() if name in DOMAIN_AXES}
+        for arch in dict.fromkeys(archs):
+            found = list(outcomes(domain | {"group_size": list(group_sizes)}, arch))
+            needed = {c.key(arch): c for config in found for c in (config, *config.requires())}
+            write_bundle(tmp_path, arch, needed.values())
+        return PagedDecode(Library.open(tmp_path, driver=driver), **problem), driver
+
+    return make
