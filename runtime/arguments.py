@@ -6,7 +6,6 @@ tensor maps. `ArgumentPlan` is a KernelRecord compiled for that; `TensorMapCache
 
 from __future__ import annotations
 
-import difflib
 import math
 import struct
 import threading
@@ -174,6 +173,8 @@ class ArgumentPlan:
                 f"{self._where}: no value for {', '.join(missing)}"
                 + (f", and {', '.join(unknown)} is not among its names" if unknown else "")
             )
+        import difflib  # for the message alone
+
         close = difflib.get_close_matches(unknown[0], self.names, 3)
         hint = f": did you mean {' or '.join(close)}?" if close else f": it takes {', '.join(self.names)}"
         raise ArgumentError(f"{self._where}: unknown value {', '.join(unknown)}{hint}")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
 import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cubinery import __version__
 from cubinery.runtime.errors import BundleConflictError, BundleError, IntegrityError, ManifestVersionError
 from cubinery.runtime.manifest import MANIFEST_NAME, Artifact, FileRecord, Manifest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "cubinery.kernels"
 """Entry-point group of kernel wheels. A value names a folder; nothing in it is imported."""
@@ -96,6 +98,8 @@ def _folders(path: Path) -> list[Path]:
 
 def installed() -> tuple[Bundle, ...]:
     """The bundles of every installed kernel wheel; none is imported. Raises BundleError when there is none."""
+    import importlib.metadata  # costs more than all the rest of the runtime, and only this needs it
+
     points = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value))
     if not points:
         raise BundleError(
@@ -105,8 +109,10 @@ def installed() -> tuple[Bundle, ...]:
     return tuple(Bundle.open(root) for root in dict.fromkeys(_installed_folder(p) for p in points))
 
 
-def _installed_folder(point: importlib.metadata.EntryPoint) -> Path:
+def _installed_folder(point: EntryPoint) -> Path:
     """The folder that an entry point names (`package`, `package.sub` or `package:sub`)."""
+    import importlib.util
+
     parts = re.split(r"[.:]", point.value.strip())
     if not all(part.isidentifier() for part in parts):
         raise BundleError(f"entry point {point.name!r} of group {ENTRY_POINTS}: {point.value!r} names no folder")

@@ -8,7 +8,6 @@ those of the dataclass fields; fields that have a default may be left out, unkno
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -204,6 +203,8 @@ class Manifest:
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write to a file, or to `manifest.json` of a folder, whole or not at all. Returns the file."""
+        import tempfile  # writers alone need it
+
         file = Path(path)
         if file.is_dir():
             file = file / MANIFEST_NAME

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import threading
@@ -52,6 +51,8 @@ def explain(key: str, artifacts: Mapping[str, Artifact], roots: Sequence[Path], 
     try:
         config, arch = parse_key(key)
     except (KeyFormatError, ConfigError) as error:
+        import difflib
+
         close = difflib.get_close_matches(key, artifacts, NEAREST, 0.0)
         return f"{text}: {error}" + (f"\nnearest: {', '.join(close)}" if close else "")
     log.record(key, config, arch)

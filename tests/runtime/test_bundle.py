@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 
 from cubinery import __version__
 from cubinery.runtime import Library
-from cubinery.runtime import bundle as bundles
 from cubinery.runtime.errors import (
     BundleConflictError,
     BundleError,
@@ -302,6 +302,6 @@ def test_an_entry_point_that_names_no_folder_is_refused(site: Path) -> None:
 
 
 def test_no_wheel_installed_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundles.importlib.metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     with pytest.raises(BundleError, match=r"no kernel wheel is installed: install one .* or open a folder"):
         Library.installed()
