@@ -72,57 +72,99 @@ TRIPPED: dict[str, tuple[type[GateError], str, dict[str, Any]]] = {
     "the plain target": (ArchGateError, "assembled for sm_110, expected sm_110a", {"target": "sm_110"}),
     "another symbol": (SymbolGateError, "kernels are toy_1: expected toy_0", {"symbols": ["toy_1"]}),
     "no symbol": (SymbolGateError, "kernels are none: expected toy_0", {"symbols": []}),
-    "one symbol too many": (SymbolGateError, "toy_0, toy_1: expected toy_0 and no other", {"symbols": ["toy_0", "toy_1"]}),
+    "one symbol too many": (
+        SymbolGateError,
+        "toy_0, toy_1: expected toy_0 and no other",
+        {"symbols": ["toy_0", "toy_1"]},
+    ),
     "one parameter fewer": (AbiGateError, "takes 3 parameters, but 4 are declared", {"ptx": {"params": LAID_OUT[:3]}}),
     "one parameter more": (AbiGateError, "takes 5 parameters, but 4", {"ptx": {"params": [*LAID_OUT, (4, 4)]}}),
     "no parameter": (AbiGateError, "takes 0 parameters, but 4", {"ptx": {"params": []}}),
     "a parameter's size": (
-        AbiGateError, r"parameter 1 \(n\) has size 8 and alignment 8 in the PTX, declared i32 with size 4",
+        AbiGateError,
+        r"parameter 1 \(n\) has size 8 and alignment 8 in the PTX, declared i32 with size 4",
         {"ptx": {"params": [LAID_OUT[0], (8, 8), *LAID_OUT[2:]]}},
     ),
     "a parameter's alignment": (
-        AbiGateError, r"parameter 2 \(x_map\) has size 128 and alignment 128 in the PTX, declared tensor_map",
+        AbiGateError,
+        r"parameter 2 \(x_map\) has size 128 and alignment 128 in the PTX, declared tensor_map",
         {"ptx": {"params": [*LAID_OUT[:2], (128, 128), LAID_OUT[3]]}},
     ),
-    "parameters swapped": (AbiGateError, r"parameter 0 \(x\) has size 4", {"ptx": {"params": [LAID_OUT[1], LAID_OUT[0], *LAID_OUT[2:]]}}),
+    "parameters swapped": (
+        AbiGateError,
+        r"parameter 0 \(x\) has size 4",
+        {"ptx": {"params": [LAID_OUT[1], LAID_OUT[0], *LAID_OUT[2:]]}},
+    ),
     "the cubin's parameters": (
-        AbiGateError, r"parameter 1 \(n\) lies at offset 8 with size 8 in the cubin", {"params": [LAID_OUT[0], (8, 8), *LAID_OUT[2:]]},
+        AbiGateError,
+        r"parameter 1 \(n\) lies at offset 8 with size 8 in the cubin",
+        {"params": [LAID_OUT[0], (8, 8), *LAID_OUT[2:]]},
     ),
     "the cubin's parameter count": (AbiGateError, "the cubin has 3 parameters, but 4", {"params": LAID_OUT[:3]}),
     "the cubin's block": (BlockGateError, r"requires block \(64, 1, 1\), but \(128, 1, 1\)", {"block": (64, 1, 1)}),
-    "the PTX's block": (BlockGateError, r"requires block \(64, 2, 1\), but", {"ptx": {"directive": ".reqntid 64, 2"}, "block": None}),
+    "the PTX's block": (
+        BlockGateError,
+        r"requires block \(64, 2, 1\), but",
+        {"ptx": {"directive": ".reqntid 64, 2"}, "block": None},
+    ),
     "a block over the most": (
-        BlockGateError, "128 threads, the code allows 96", {"ptx": {"directive": ".maxntid 96"}, "block": None},
+        BlockGateError,
+        "128 threads, the code allows 96",
+        {"ptx": {"directive": ".maxntid 96"}, "block": None},
     ),
     "a block that no chip takes": (
-        BlockGateError, "1056 threads: expected 1 to 1024",
+        BlockGateError,
+        "1056 threads: expected 1 to 1024",
         {"launch": record(block=(1056, 1, 1)), "block": None, "ptx": {"directive": ""}},
     ),
-    "registers over the limit": (RegisterGateError, "41 registers per thread, at most 40", {"limits": Gates(max_registers=40), "registers": 41}),
+    "registers over the limit": (
+        RegisterGateError,
+        "41 registers per thread, at most 40",
+        {"limits": Gates(max_registers=40), "registers": 41},
+    ),
     "stack by default": (StackGateError, "8 bytes of stack per thread .*at most 0", {"stack": 8}),
     "stack over the limit": (StackGateError, "72 bytes of stack", {"stack": 72, "limits": Gates(max_stack=64)}),
     "dynamic shared memory": (
-        SharedMemoryGateError, "needs 232449 bytes of shared memory .*gives at most 232448", {"launch": record(dynamic_smem=232449)},
+        SharedMemoryGateError,
+        "needs 232449 bytes of shared memory .*gives at most 232448",
+        {"launch": record(dynamic_smem=232449)},
     ),
     "static and dynamic shared memory": (
-        SharedMemoryGateError, "needs 232452 bytes", {"launch": record(dynamic_smem=232448), "shared": 1028},
+        SharedMemoryGateError,
+        "needs 232452 bytes",
+        {"launch": record(dynamic_smem=232448), "shared": 1028},
     ),
     "occupancy by registers": (
-        OccupancyGateError, "1 CTA fit an SM of sm_110a, at least 2 needed; limited by registers",
-        {"launch": record(block=(512, 1, 1), min_ctas_per_sm=2), "registers": 72, "block": (512, 1, 1), "ptx": {"directive": ""}},
+        OccupancyGateError,
+        "1 CTA fit an SM of sm_110a, at least 2 needed; limited by registers",
+        {
+            "launch": record(block=(512, 1, 1), min_ctas_per_sm=2),
+            "registers": 72,
+            "block": (512, 1, 1),
+            "ptx": {"directive": ""},
+        },
     ),
     "occupancy by threads": (
-        OccupancyGateError, "limited by threads", {"launch": record(min_ctas_per_sm=13), "registers": 16},
+        OccupancyGateError,
+        "limited by threads",
+        {"launch": record(min_ctas_per_sm=13), "registers": 16},
     ),
     "occupancy by shared memory": (
-        OccupancyGateError, "limited by shared memory .*115713 . 1024 bytes", {"launch": record(min_ctas_per_sm=2, dynamic_smem=115713)},
+        OccupancyGateError,
+        "limited by shared memory .*115713 . 1024 bytes",
+        {"launch": record(min_ctas_per_sm=2, dynamic_smem=115713)},
     ),
     "a register file that cannot hold one": (
-        OccupancyGateError, "0 CTAs fit",
+        OccupancyGateError,
+        "0 CTAs fit",
         {"launch": record(block=(1024, 1, 1)), "registers": 136, "block": (1024, 1, 1), "ptx": {"directive": ""}},
     ),
-    "occupancy by the spec": (OccupancyGateError, "at least 13 needed", {"limits": Gates(min_ctas_per_sm=13), "registers": 16}),
-}  # fmt: skip
+    "occupancy by the spec": (
+        OccupancyGateError,
+        "at least 13 needed",
+        {"limits": Gates(min_ctas_per_sm=13), "registers": 16},
+    ),
+}
 
 
 @pytest.mark.parametrize(("error", "message", "made"), TRIPPED.values(), ids=TRIPPED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import fake_cubin
 import pytest
 from hypothesis import given
@@ -50,10 +52,8 @@ def test_a_damaged_cubin_is_read_or_refused_and_never_anything_else(edits: list[
     data = bytearray(GOOD)
     for at, value in edits:
         data[at] = value
-    try:
-        read_cubin(bytes(data))
-    except InspectError as error:
-        assert "\n" not in str(error)
+    with contextlib.suppress(InspectError):
+        assert read_cubin(bytes(data)).sm <= 255
 
 
 PTX = """\

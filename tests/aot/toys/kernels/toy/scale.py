@@ -37,8 +37,8 @@ class Scale:
         if cutlass.const_expr(self.body == "stack"):
             rX = cute.make_rmem_tensor(cute.make_layout(64), cutlass.Float32)
             for i in cutlass.range_constexpr(64):
-                rX[i] = mX[tidx + i]
-            weight = rX[n % 64]
+                rX[i * n % 64] = mX[tidx + i]
+            weight = rX[tidx % 64]
         for i in cutlass.range_constexpr(self.width):
             index = (bidx * THREADS + tidx) * self.width + i
             if index < n:

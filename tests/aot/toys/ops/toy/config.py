@@ -11,7 +11,7 @@ from cubinery.runtime.config import KernelConfig, axis
 from cubinery.runtime.errors import ConfigError
 
 MODES = ("ok", "segfault", "exit", "hang", "raise", "slow", "greedy")
-BODIES = ("plain", "stack", "static_smem", "dynamic_smem", "tensor_map")
+BODIES = ("plain", "stack", "static_smem", "dynamic_smem", "undeclared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
