@@ -82,33 +82,6 @@ def test_unknown_attributes_are_attribute_errors() -> None:
         runtime.Libary  # noqa: B018
 
 
-def test_without_a_gpu_the_first_kernel_says_what_is_missing(root: Path, bundle: Path) -> None:
-    """libcuda.so.1 is hidden even where there is one."""
-    code = f"""
-import sys
-from cubinery.runtime import Library, DriverError
-library = Library.open({str(bundle)!r})
-import ctypes
-try:
-    import cuda.pathfinder._dynamic_libs.load_nvidia_dynamic_lib as loader
-    from cuda.bindings import driver
-    if driver.cuInit(0)[0] == 0:
-        print("a GPU is here")
-        sys.exit()
-except Exception:
-    pass
-try:
-    library[{KEY!r}]
-except DriverError as error:
-    print(error)
-"""
-    done = python(root, code)
-    if "a GPU is here" in done.stdout:
-        pytest.skip("this machine has a CUDA driver")
-    assert "no CUDA driver on this machine" in done.stdout or "starting CUDA" in done.stdout, done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_report_25_use_after_fork_is_a_named_error(root: Path, bundle: Path) -> None:
     code = f"""
 import os
