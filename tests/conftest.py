@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Read when numpy is first imported, which no module above does: on a shared machine, threads of small matrix
+# products wait for each other far longer than one takes.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 """The checkout that is being tested."""

@@ -93,8 +93,9 @@ def dense_attention(
 
     Scores are sigma * q.k; token i of q_len sees keys up to L - q_len + i if causal, all otherwise.
     """
-    q_len, length = len(q), len(k)
-    scores = sigma * (q @ k.T)
+    q_len, group, d = q.shape
+    length = len(k)
+    scores = sigma * (q.reshape(-1, d) @ k.T).reshape(q_len, group, length)  # one product, not one a token
     if causal:
         last_seen = length - q_len + np.arange(q_len)
         scores = np.where(np.arange(length) <= last_seen[:, None, None], scores, -np.inf)
@@ -102,7 +103,8 @@ def dense_attention(
     weights = np.exp(scores - np.where(np.isinf(top), 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)
     seen = total > 0
-    o = gain * np.divide(weights @ v, total, out=np.zeros(q.shape), where=np.broadcast_to(seen, q.shape))
+    sums = (weights.reshape(-1, length) @ v).reshape(q.shape)
+    o = gain * np.divide(sums, total, out=np.zeros(q.shape), where=np.broadcast_to(seen, q.shape))
     with np.errstate(divide="ignore"):
         lse = np.where(seen, top + np.log(total), -np.inf)
     return o, lse[..., 0]
