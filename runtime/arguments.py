@@ -10,7 +10,8 @@ import math
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from cubinery.runtime.driver import Driver
 from cubinery.runtime.errors import ArgumentError
@@ -37,7 +38,7 @@ class TensorMapCache:
 
     def __init__(self, driver: Driver, capacity: int = 4096) -> None:
         self._driver, self._capacity = driver, capacity
-        self._maps: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
+        self._maps: OrderedDict[Hashable, bytes] = OrderedDict()
         self._tokens: dict[TensorMapSpec, int] = {}
         self._lock = threading.Lock()
 
@@ -49,14 +50,16 @@ class TensorMapCache:
         with self._lock:
             return self._tokens.setdefault(spec, len(self._tokens))
 
-    def get(self, token: int, spec: TensorMapSpec, numbers: tuple[int, ...]) -> bytes:
-        """The 128 bytes for `numbers`: address, extents (elements), strides (bytes). Raises ArgumentError."""
-        key = (token, *numbers)
+    def find(self, key: Hashable) -> bytes | None:
+        """The 128 bytes kept under a key."""
         with self._lock:
             found = self._maps.get(key)
             if found is not None:
                 self._maps.move_to_end(key)
-                return found
+        return found
+
+    def encode(self, key: Hashable, spec: TensorMapSpec, numbers: Sequence[int]) -> bytes:
+        """Encode and keep: `numbers` are address, extents (elements), strides (bytes). Raises ArgumentError."""
         rank = spec.rank
         address, extents, strides = numbers[0], numbers[1 : rank + 1], numbers[rank + 1 :]
         _check_map(spec, address, extents, strides)
@@ -96,6 +99,7 @@ class ArgumentPlan:
         self._tokens = {spec.name: maps.token(spec) for spec in record.tensor_maps}
         scalars = [p.name for p in record.params if p.kind != "tensor_map"]
         self._map_names = {s.name: (s.pointer, *_text(s.extents), *_text(s.strides)) for s in record.tensor_maps}
+        self._map_values = {name: itemgetter(*names) for name, names in self._map_names.items()}
         used = [*scalars, *_text(record.grid), *(n for names in self._map_names.values() for n in names)]
         self.names = dict.fromkeys(used).keys()
         """Every launch value that the kernel needs."""
@@ -151,9 +155,16 @@ class ArgumentPlan:
     # -- inside --------------------------------------------------------------------------------
 
     def _encode(self, spec: TensorMapSpec, values: Mapping[str, Value]) -> bytes:
+        # Literals belong to the spec, so the values of its names alone tell its maps apart.
+        key = (self._tokens[spec.name], self._map_values[spec.name](values))
+        try:
+            found = self._maps.find(key)
+        except TypeError:  # a value that has no hash is no integer either: named below
+            found = None
+        if found is not None:
+            return found
         names = (spec.pointer, *spec.extents, *spec.strides)
-        numbers = tuple([self._integer(n, values[n]) if isinstance(n, str) else n for n in names])
-        return self._maps.get(self._tokens[spec.name], spec, numbers)
+        return self._maps.encode(key, spec, [self._integer(n, values[n]) if isinstance(n, str) else n for n in names])
 
     def _integer(self, name: str, value: Value) -> int:
         try:

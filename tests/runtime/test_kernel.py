@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import threading
 from pathlib import Path
@@ -109,6 +110,7 @@ REFUSALS = [
     ({"x": 0}, r"x = 0x0: expected an address on 16 bytes"),
     ({"x": 0x1008}, r"x = 0x1008: expected an address on 16 bytes"),
     ({"x": "a"}, r"x = 'a': expected an integer"),
+    ({"x": [1]}, r"x = \[1\]: expected an integer"),
     ({"row_bytes": 24}, r"row_bytes = 24: expected bytes in multiples of 16"),
     ({"row_bytes": 1 << 40}, r"row_bytes = 1099511627776: expected bytes .* below 2\*\*40"),
 ]  # fmt: skip
@@ -214,19 +216,19 @@ def test_a_map_is_encoded_once_for_equal_numbers(kernel: Kernel, driver: FakeDri
 def test_equal_specs_share_maps_and_different_ones_do_not() -> None:
     driver = FakeDriver()
     maps = TensorMapCache(driver)
-    other = TensorMapSpec("x_map", "x", "bfloat16", (64, 8), (1, 1), (64, "rows"), ("row_bytes",), "64B")
-    twin = TensorMapSpec("x_map", "x", "bfloat16", (64, 8), (1, 1), (64, "rows"), ("row_bytes",), "128B")
-    for spec in (MAP, twin, other):
-        maps.get(maps.token(spec), spec, (0x1000, 64, 7, 128))
+    other = dataclasses.replace(MAP, swizzle="64B")
+    for spec in (MAP, dataclasses.replace(MAP), other):
+        record = dataclasses.replace(RECORD, tensor_maps=(spec,))
+        ArgumentPlan(record, maps).pack(VALUES)
     assert [m.spec for m in driver.encoded] == [MAP, other]
 
 
 def test_the_cache_is_bounded_and_forgets_the_least_recently_used() -> None:
     driver = FakeDriver()
     maps = TensorMapCache(driver, capacity=2)
-    token = maps.token(MAP)
+    plan = ArgumentPlan(RECORD, maps)
     for address in (16, 32, 16, 48, 16, 32):
-        maps.get(token, MAP, (address, 64, 7, 128))
+        plan.pack(VALUES | {"x": address})
     assert len(maps) == 2
     assert [m.address for m in driver.encoded] == [16, 32, 48, 32]
 
