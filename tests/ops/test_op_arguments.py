@@ -1,0 +1,404 @@
+"""Wrong arguments of the public call: refused before a launch, by one line with name, value and expectation."""
+
+from __future__ import annotations
+
+import threading
+import timeit
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decode_problem import Problem
+from fake_driver import FakeDriver
+
+from cubinery.runtime.errors import (
+    ArchError,
+    ArgumentError,
+    CaptureError,
+    ConfigError,
+    CubineryError,
+    KernelNotFoundError,
+    PlanError,
+)
+from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode import plan as plans
+from cubinery.runtime.ops.paged_decode.op import PagedDecode, Plan
+from cubinery.runtime.ops.paged_decode.tensors import strides
+
+Make = Callable[..., tuple[PagedDecode, FakeDriver]]
+
+
+@pytest.fixture
+def p() -> Problem:
+    return Problem(lengths=[300, 17, 1500], rng=np.random.default_rng(2), torch=torch)
+
+
+@pytest.fixture
+def made(make_decode: Make, p: Problem) -> tuple[Plan, FakeDriver]:
+    decode, driver = make_decode()
+    return decode.plan(p.lengths, **p.heads), driver
+
+
+F8, BF = torch.float8_e4m3fn, torch.bfloat16
+Q = torch.zeros(3, 8, 128, dtype=BF)
+KV = torch.zeros(118, 16, 2, 128).to(F8)
+
+BAD: list[tuple[str, Any, str]] = [
+    ("q", None, "q is a NoneType: expected a torch tensor"),
+    ("q", np.zeros((3, 8, 128), np.float32), "q is a ndarray: expected a torch tensor"),
+    ("q", Q.float(), "q has dtype torch.float32: expected torch.bfloat16"),
+    ("q", Q[:2], "q has shape (2, 8, 128): expected (3, 8, 128) or (3, 1, 8, 128)"),
+    ("q", Q.reshape(3, 4, 2, 128), "q has shape (3, 4, 2, 128): expected"),
+    ("q", torch.zeros(3, 8, 256, dtype=BF)[..., ::2], "q has stride 2 along head_dim: expected 1"),
+    ("q", torch.zeros(3, 8, 132, dtype=BF)[..., :128], "q has a stride of 264 bytes along head: expected a multiple of 16"),
+    ("q", torch.zeros(3, 8 * 128 + 4, dtype=BF)[:, :1024].unflatten(1, (8, 128)),
+     "q has a stride of 2056 bytes along token: expected a multiple of 16"),
+    ("q", torch.zeros(3 * 1024 + 1, dtype=BF)[1:].view(3, 8, 128), "q lies at address 0x"),
+    ("q", Q.to("meta"), "q is on meta: expected cpu"),
+    ("k_cache", KV.float(), "k_cache has dtype torch.float32: expected torch.float8_e4m3fn or torch.uint8"),
+    ("k_cache", KV[:, :8], "k_cache has shape (118, 8, 2, 128): expected (num_pages, 16, 2, 128)"),
+    ("k_cache", KV[:0], "k_cache has shape (0, 16, 2, 128): expected (num_pages, 16, 2, 128)"),
+    ("k_cache", KV[0], "k_cache has shape (16, 2, 128): expected"),
+    ("k_cache", KV.view(torch.uint8), "v_cache has dtype torch.float8_e4m3fn: expected torch.uint8"),
+    ("k_cache", torch.zeros(118, 16, 2, 132).to(F8)[..., :128],
+     "k_cache has a stride of 264 bytes along row: expected a multiple of 16"),
+    ("v_cache", torch.zeros(118, 16, 2, 256).to(F8)[..., ::2], "v_cache has stride 2 along head_dim: expected 1"),
+    ("v_cache", KV[:100], "v_cache has 100 pages: expected 118, as k_cache has"),
+    ("v_cache", torch.zeros(118, 16, 2, 128, dtype=BF), "v_cache has dtype torch.bfloat16: expected"),
+    ("v_cache", torch.zeros(1, dtype=torch.uint8).view(F8).as_strided((118, 16, 2, 128), (0, 0, 0, 0)),
+     "v_cache has stride 0 along head_dim: expected 1"),
+    ("block_table", torch.zeros(3, 96, dtype=torch.int64), "block_table has dtype torch.int64: expected torch.int32"),
+    ("block_table", torch.zeros(4, 96, dtype=torch.int32), "block_table has shape (4, 96): expected (3, max_blocks)"),
+    ("block_table", torch.zeros(3, 0, dtype=torch.int32), "block_table has shape (3, 0): expected (3, max_blocks)"),
+    ("block_table", torch.zeros(3, 93, dtype=torch.int32),
+     "block_table has 93 columns of 16 keys: expected at least 94, as the longest sequence has 1500 keys"),
+    ("block_table", torch.zeros(96, 3, dtype=torch.int32).T, "block_table has stride 3 along block: expected 1"),
+    ("q_descale", torch.ones(1, dtype=torch.float64), "q_descale has dtype torch.float64: expected torch.float32"),
+    ("k_descale", torch.ones(3), "k_descale has shape (3,): expected 1 element, (2,) or (3, 2)"),
+    ("v_descale", torch.ones(2, 3), "v_descale has shape (2, 3): expected 1 element, (2,) or (3, 2)"),
+    ("k_descale", 0.0, "k_descale = 0.0: expected a number above 0"),
+    ("q_descale", float("nan"), "q_descale = nan: expected a finite number"),
+    ("v_descale", True, "v_descale = True: expected a finite number"),
+    ("v_descale", "1", "v_descale is a str: expected a torch tensor"),
+    ("softmax_scale", -0.1, "softmax_scale = -0.1: expected a number above 0"),
+    ("softmax_scale", "auto", "softmax_scale = 'auto': expected a finite number"),
+    ("out_scale", float("inf"), "out_scale = inf: expected a finite number"),
+    ("out", torch.zeros(3, 8, 128), "out has dtype torch.float32: expected torch.bfloat16"),
+    ("out", torch.zeros(2, 8, 128, dtype=BF), "out has shape (2, 8, 128): expected (3, 8, 128)"),
+    ("out", torch.zeros(3, 8, 256, dtype=BF)[..., ::2], "out has stride 2 along head_dim: expected 1"),
+    ("lse", torch.zeros(3, 8), "lse has shape (3, 8): expected (3, 2, 4), (num_seqs, num_kv_heads, n_q)"),
+    ("lse", torch.zeros(3, 2, 4, dtype=BF), "lse has dtype torch.bfloat16: expected torch.float32"),
+    ("lse", torch.zeros(3, 4, 2).transpose(1, 2), "lse has strides (8, 1, 2): expected a contiguous tensor"),
+    ("workspace", torch.zeros(64), "workspace has 256 bytes: expected at least"),
+    ("workspace", torch.zeros(1 << 24, dtype=torch.uint8)[1:], "workspace lies at address 0x"),
+    ("workspace", torch.zeros(1 << 12, 1 << 12, dtype=torch.uint8).T, "workspace has strides (1, 4096)"),
+    ("workspace", 4096, "workspace is a int: expected a torch tensor"),
+    ("stream", "default", "stream = 'default': expected a torch stream, a raw handle or None"),
+    ("stream", -1, "stream = -1: expected a torch stream"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD, ids=[f"{i}-{name}" for i, (name, _, _) in enumerate(BAD)])
+def test_bad_argument(made: tuple[Plan, FakeDriver], p: Problem, name: str, value: Any, message: str) -> None:
+    plan, driver = made
+    arguments: dict[str, Any] = dict(zip(("q", "k_cache", "v_cache", "block_table"), p.tensors, strict=True))
+    with pytest.raises(ArgumentError) as error:
+        plan.run(**(arguments | {name: value}))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert driver.launches == []
+    plan.run(**arguments)  # and nothing is spoilt
+    assert len(driver.launches) == 2
+
+
+def test_a_bad_argument_after_a_good_run_is_refused_too(made: tuple[Plan, FakeDriver], p: Problem) -> None:
+    plan, driver = made
+    out, lse = plan.run(*p.tensors)
+    plan.run(*p.tensors, out=out, lse=lse)
+    count = len(driver.launches)
+    for name, value, _ in BAD:
+        if name in ("q", "out", "lse", "block_table"):
+            arguments = dict(zip(("q", "k_cache", "v_cache", "block_table"), p.tensors, strict=True))
+            with pytest.raises(ArgumentError):
+                plan.run(**(arguments | {"out": out, "lse": lse} | {name: value}))
+    assert len(driver.launches) == count
+
+
+def test_strides_beyond_int32_are_refused() -> None:
+    far = torch.empty(1, dtype=torch.uint8, device="meta").as_strided((118, 16, 2, 128), (2**31, 256, 128, 1))
+    with pytest.raises(ArgumentError, match="k_cache has stride 2147483648 along page: expected 0 to 2147483647"):
+        strides("k_cache", far, ("page", "row", "head", "head_dim"))
+
+
+def test_one_row_tensors_with_meaningless_strides(make_decode: Make) -> None:
+    """DLPack leaves stride 1 on axes of one element; nothing is stepped along them."""
+    p = Problem(lengths=[5], rng=np.random.default_rng(2), torch=torch, h_q=1, h_k=1)
+    decode, driver = make_decode((1,))
+    plan = decode.plan([5], num_q_heads=1, num_kv_heads=1)
+    q = p.q.as_strided((1, 1, 128), (1, 1, 1))
+    k, v = (x[:1].as_strided((1, 16, 1, 128), (1, 128, 1, 1)) for x in (p.k, p.v))
+    table = torch.zeros(1, 1, dtype=torch.int32).as_strided((1, 1), (1, 1))
+    plan.run(q, k, v, table)
+    values = driver.launches[0].values
+    assert values["q_head"] % 8 == values["q_seq"] % 8 == 0
+    assert all(stride % 16 == 0 for stride in values["k_map"].strides)
+
+
+def test_out_of_range_block_table_on_request(made: tuple[Plan, FakeDriver], p: Problem) -> None:
+    plan, driver = made
+    plan.run(*p.tensors, check_block_table=True)  # garbage past the ends is fine
+    p.table[1, 1] = 118
+    with pytest.raises(ArgumentError, match=r"block_table\[1, 1\] = 118: expected a page, 0 to 117; 1 such entries"):
+        plan.run(*p.tensors, check_block_table=True)
+    p.table[2, 93] = -1
+    with pytest.raises(ArgumentError, match="2 such entries"):
+        plan.run(*p.tensors, check_block_table=True)
+    assert len(driver.launches) == 2
+    out, lse = plan.run(*p.tensors)  # not asked for
+    with pytest.raises(ArgumentError):
+        plan.run(*p.tensors, out=out, lse=lse, check_block_table=True)
+    driver.capturing.add(0)
+    with pytest.raises(CaptureError, match="check_block_table waits for the device"):
+        plan.run(*p.tensors, check_block_table=True)
+
+
+# -- plan and update -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_q_heads": 25}, PlanError, "num_q_heads = 25: expected a multiple of num_kv_heads = 2"),
+        ({"num_kv_heads": 0}, PlanError, "num_kv_heads = 0: expected an integer of at least 1"),
+        ({"num_q_heads": 8.0}, PlanError, "num_q_heads = 8.0: expected an integer"),
+        ({"seq_lens": []}, PlanError, "seq_lens has shape (0,)"),
+        ({"policy": "fast"}, PlanError, "policy = 'fast': expected one of thor, balanced"),
+        ({"pad_to": 2}, PlanError, "pad_to = 2: 3 sequences need at least as many"),
+        ({"num_q_heads": 64}, KernelNotFoundError, "paged_decode-sm_90a-mma-d128-p16-kvfp8-t32"),
+    ],
+)
+def test_bad_plans(make_decode: Make, options: dict[str, Any], error: type[CubineryError], message: str) -> None:
+    decode, _ = make_decode()
+    with pytest.raises(error) as caught:
+        decode.plan(**({"seq_lens": [300, 17, 1500], "num_q_heads": 8, "num_kv_heads": 2} | options))
+    assert message in str(caught.value)
+
+
+def test_bad_problems_are_refused_at_once(make_decode: Make) -> None:
+    decode, _ = make_decode()
+    library = decode.library
+    for options, message in (
+        ({"page_size": 48}, "page_size = 48 is not supported"),
+        ({"head_dim": 192}, "head_dim = 192 is not supported"),
+        ({"q_len": 9}, "q_len = 9 is not supported"),
+        ({"impl": "mmb"}, "impl = 'mmb'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PagedDecode(library, **({"head_dim": 128, "page_size": 16, "kv_format": "fp8"} | options))
+    with pytest.raises(ArgumentError, match="device = 'gpu7': expected an index or a torch device"):
+        PagedDecode(library, head_dim=128, page_size=16, kv_format="fp8", device="gpu7")
+    alien = FakeDriver(["sm_100a"])
+    with pytest.raises(ArchError, match="runs sm_100a or sm_100f"):
+        PagedDecode(Library(library.bundles, alien), head_dim=128, page_size=16, kv_format="fp8")
+
+
+def test_a_miss_is_recorded(make_decode: Make) -> None:
+    decode, _ = make_decode()
+    with pytest.raises(KernelNotFoundError):
+        decode.plan([5], num_q_heads=64, num_kv_heads=2)
+    assert [miss["key"] for miss in decode.library.misses] == ["paged_decode-sm_90a-mma-d128-p16-kvfp8-t32"]
+
+
+def test_bad_updates_change_nothing(made: tuple[Plan, FakeDriver], p: Problem) -> None:
+    plan, _ = made
+    before = plan._upload.tensor.clone()
+    splits = plan.splits
+    for lengths, message in (
+        ([1, 2], "seq_lens has 2 sequences: expected 3"),
+        ([1, -2, 3], r"seq_lens\[1\] = -2"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            plan.update(lengths)
+    assert torch.equal(plan._upload.tensor, before)
+    assert plan.splits is splits
+
+
+def test_updates_that_outgrow_a_captured_table_are_refused(make_decode: Make, p: Problem) -> None:
+    decode, _ = make_decode()
+    plan = decode.plan(p.lengths, **p.heads, capturable=True)
+    plan.run(*p.tensors)
+    room = p.table.shape[1] * 16
+    plan.update([room, 1, 1])
+    with pytest.raises(PlanError, match=f"seq_lens reach {room + 1} keys: .* has room for {room}"):
+        plan.update([room + 1, 1, 1])
+    eager = decode.plan(p.lengths, **p.heads)
+    out, lse = eager.run(*p.tensors)
+    eager.run(*p.tensors, out=out, lse=lse)
+    eager.update([room + 1, 1, 1])
+    with pytest.raises(ArgumentError, match="block_table has 96 columns of 16 keys: expected at least 97"):
+        eager.run(*p.tensors, out=out, lse=lse)
+
+
+@pytest.mark.parametrize("policy", ["thor", "balanced"])
+def test_capturable_plans_keep_their_grid(make_decode: Make, p: Problem, policy: str) -> None:
+    decode, driver = make_decode()
+    plan = decode.plan([0, 0, 0], **p.heads, capturable=True, policy=policy)
+    rng = np.random.default_rng(3)
+    out, lse = torch.empty_like(p.q), torch.empty(3, 2, 4)
+    table = torch.zeros(3, 4096, dtype=torch.int32)
+    for _ in range(20):
+        plan.update(rng.integers(0, 65536, 3))
+        assert plan.splits.num_partials <= plan.partial_slots
+        plan.run(p.q, p.k, p.v, table, out=out, lse=lse)
+    assert {launch.grid for launch in driver.launches} == {(1, 2, 135), (8, 3, 1)}
+    assert len({launch.params for launch in driver.launches}) == 2
+    assert plan.splits.max_splits > 1
+
+
+def test_plans_that_split_nothing_launch_no_reduction(make_decode: Make, p: Problem) -> None:
+    """Case 21; and an update of such a plan keeps to one kernel."""
+    decode, driver = make_decode()
+    for options in ({"max_splits": 1}, {"max_splits": 1, "capturable": True}, {"force_splits": 1}):
+        driver.launches.clear()
+        plan = decode.plan(p.lengths, **p.heads, **options)
+        assert plan.workspace_bytes() == 0
+        assert plan.keys == ("paged_decode-sm_90a-mma-d128-p16-kvfp8",)
+        plan.run(*p.tensors)
+        plan.update([1500, 1500, 1500])
+        assert plan.splits.num_partials == 0
+        plan.run(*p.tensors)
+        assert [launch.grid for launch in driver.launches] == [(1, 2, 3)] * 2
+
+
+def test_the_workspace_covers_every_split(make_decode: Make) -> None:
+    decode, _ = make_decode()
+    rng = np.random.default_rng(4)
+    for _ in range(30):
+        lengths = (2 ** rng.uniform(0, 17, rng.integers(1, 40))).astype(int)
+        plan = decode.plan(lengths, num_q_heads=8, num_kv_heads=2)
+        assert plan.splits.num_partials <= plan.partial_slots
+        if plan.splits.num_partials:
+            rows = plan.partial_slots * 2 * 4
+            assert plan.workspace_bytes() == rows * 128 * 4 + rows * 8 + 16
+
+
+def test_thor_plans_by_its_own_policy(make_decode: Make, p: Problem) -> None:
+    decode, _ = make_decode(archs=("sm_110a",))
+    plan = decode.plan([131072], num_q_heads=16, num_kv_heads=4)
+    assert (plan.splits.chunk_tiles, plan.splits.max_splits) == (103, 10)
+
+
+# -- capture, devices, threads, host time ----------------------------------------------------------------
+
+
+def test_capture(make_decode: Make, p: Problem) -> None:
+    decode, driver = make_decode()
+    driver.capturing.add(0)
+    with pytest.raises(CaptureError, match="plan copies from the host"):
+        decode.plan(p.lengths, **p.heads)
+    driver.capturing.clear()
+    plan = decode.plan(p.lengths, **p.heads)
+    loads = len(driver.loads)
+    driver.capturing.add(0)
+    plan.run(*p.tensors)  # everything is loaded already
+    assert len(driver.loads) == loads
+    with pytest.raises(CaptureError, match="update copies from the host"):
+        plan.update(p.lengths)
+
+
+def test_preload_loads_all_that_a_plan_needs(make_decode: Make, p: Problem) -> None:
+    decode, driver = make_decode()
+    decode.preload(4)
+    assert len(driver.loads) == 2
+    assert decode.keys(4) == ("paged_decode-sm_90a-mma-d128-p16-kvfp8", "paged_decode-sm_90a-reduce-d128")
+    decode.plan(p.lengths, **p.heads).run(*p.tensors)
+    assert len(driver.loads) == 2
+
+
+def test_each_device_gets_its_own_kernel(make_decode: Make, p: Problem) -> None:
+    first, driver = make_decode(archs=("sm_90a", "sm_110a"))
+    second = PagedDecode(first.library, head_dim=128, page_size=16, kv_format="fp8", device=1)
+    for decode in (first, second, first):
+        decode.plan(p.lengths, **p.heads, max_splits=1).run(*p.tensors)
+    assert [launch.device for launch in driver.launches] == [0, 1, 0]
+    assert second.plan(p.lengths, **p.heads).keys[0] == "paged_decode-sm_110a-mma-d128-p16-kvfp8"
+
+
+def test_streams_reach_the_launch(made: tuple[Plan, FakeDriver], p: Problem) -> None:
+    plan, driver = made
+
+    class Stream:
+        cuda_stream = 77
+
+    plan.run(*p.tensors, stream=55)
+    plan.run(*p.tensors, stream=Stream())
+    plan.run(*p.tensors)
+    assert [launch.stream for launch in driver.launches] == [55, 55, 77, 77, 0, 0]
+
+
+def test_threads_with_a_plan_each(make_decode: Make, p: Problem) -> None:
+    decode, driver = make_decode()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            plan = decode.plan(p.lengths, **p.heads)
+            out, lse = plan.run(*p.tensors)
+            for _ in range(20):
+                plan.run(*p.tensors, out=out, lse=lse)
+        except BaseException as error:  # noqa: BLE001 - reported by the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(driver.launches) == 4 * 21 * 2
+    assert len(driver.loads) == 2
+
+
+def test_kept_launches_are_bounded(made: tuple[Plan, FakeDriver], p: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MAX_CALLS", 3)
+    plan, _ = made
+    held = []
+    for _ in range(8):
+        held.append(p.k.clone())
+        plan.run(p.q, held[-1], p.v, p.table)
+    assert len(plan._calls) == 3
+
+
+def test_a_plan_holds_no_tensor_of_its_caller(made: tuple[Plan, FakeDriver], p: Problem) -> None:
+    plan, _ = made
+    q = p.q.clone()
+    out, lse = plan.run(q, p.k, p.v, p.table)
+    gone = weakref.ref(q), weakref.ref(out), weakref.ref(lse)
+    del q, out, lse
+    assert [ref() for ref in gone] == [None, None, None]
+
+
+def test_host_time(made: tuple[Plan, FakeDriver], p: Problem) -> None:
+    """Loose bounds for shared test machines; benchmarks hold the real ones."""
+    plan, driver = made
+
+    class Prepared:
+        def __init__(self, layout: list[tuple[int, int]]) -> None:
+            self.params = memoryview(bytearray(max(at + size for at, size in layout)))
+
+        def set_grid(self, grid: tuple[int, int, int]) -> None: ...
+
+        def launch(self, stream: int) -> None: ...
+
+    driver.prepare = lambda _kernel, _config, layout: Prepared(layout)  # type: ignore[method-assign, assignment]
+    out, lse = plan.run(*p.tensors)
+
+    def best(statement: Callable[[], object]) -> float:
+        return min(timeit.repeat(statement, number=50, repeat=20)) / 50
+
+    unchanged = best(lambda: plan.run(*p.tensors, out=out, lse=lse))
+    assert unchanged < 50e-6
+    assert unchanged < 0.5 * best(lambda: plan.run(*p.tensors))  # the checks are skipped
