@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -126,7 +127,8 @@ def read_sources(family: str, impl: str) -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
-def _imports(module: str, source: bytes, file: Path) -> set[str]:
+@lru_cache(maxsize=256)
+def _imports(module: str, source: bytes, file: Path) -> frozenset[str]:
     """Names of the cubinery modules that a module's text imports."""
     found: set[str] = set()
     is_package = file.name == "__init__.py"
@@ -146,7 +148,7 @@ def _imports(module: str, source: bytes, file: Path) -> set[str]:
                 # `from package import name`: a module of the package, else something of its __init__.
                 child = f"{base}.{alias.name}"
                 found.add(child if _ours(child) and source_file(child) is not None else base)
-    return {name for name in found if _ours(name)}
+    return frozenset(name for name in found if _ours(name))
 
 
 def _ours(name: str) -> bool:
