@@ -46,8 +46,7 @@ def mma_m16n8k16(dtype: str, a: Fragment, b: Fragment, acc: Fragment) -> list[Fl
 def e4m3x4_to_f16x2x2(codes: Uint32) -> tuple[Uint32, Uint32]:
     """Four e4m3 codes to two f16x2 registers (low pair, high pair); exact, NaN stays NaN."""
     return inline(
-        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; "
-        "cvt.rn.f16x2.e4m3x2 {$w0}, lo; cvt.rn.f16x2.e4m3x2 {$w1}, hi; }",
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, lo; cvt.rn.f16x2.e4m3x2 {$w1}, hi; }",
         write_only_types=[Uint32, Uint32],
         read_only_args=[codes],
     )

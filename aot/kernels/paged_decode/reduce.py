@@ -121,7 +121,9 @@ class PagedDecodeReduce:
             head = row // n_q
             n = row - head * n_q
             token = n // group_size
-            target = Int64(seq) * o_seq + Int64(token) * o_token + Int64(head * group_size + n - token * group_size) * o_head
+            target = (
+                Int64(seq) * o_seq + Int64(token) * o_token + Int64(head * group_size + n - token * group_size) * o_head
+            )
             for v in cutlass.range_constexpr(self.vectors):
                 column = tidx + v * 128
                 value = Float32(0.0)

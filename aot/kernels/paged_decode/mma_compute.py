@@ -1,0 +1,235 @@
+"""The consumers of the warp-level MMA kernel: Q staging, scores, online softmax, output accumulation."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from cubinery.aot.kernels.common import ptx
+from cubinery.aot.kernels.paged_decode.mma_tile import EMPTY, FULL, LOG2E, NEG_INF, ROW_SCALE, MmaTile
+
+
+class Consumer(MmaTile):
+    """The computing warps, until their slices' results lie in registers."""
+
+    @cute.jit
+    def stage_q(self, smem, warp, lane, q_base, row0, n_q, group_size, q_token, q_head):
+        """Q tile to shared memory, 16-byte chunks swizzled by row; rows past n_q become zeros.
+
+        fp8: each row is scaled by a power of two and its elements are reordered within every 16, so
+        that the four consecutive codes one lane holds of K meet the right columns of the A fragment.
+        """
+        c = self.config
+        lanes = c.head_dim // 8  # lanes of one row, 8 elements each
+        vector = lane % lanes
+        rows_per_pass = 32 // lanes
+        passes = c.row_tile // (c.consumer_warps * rows_per_pass)
+        for i in cutlass.range_constexpr(passes):
+            row = (warp * passes + i) * rows_per_pass + lane // lanes
+            n = row0 + row
+            pairs = (Uint32(0), Uint32(0), Uint32(0), Uint32(0))
+            if n < n_q:
+                token = n // group_size
+                address = q_base + (Int64(token) * q_token + Int64(n - token * group_size) * q_head) * 2
+                pairs = ptx.load_global_v4(address + vector * 16)
+            row_smem = smem + self.q_smem + row * (c.head_dim * 2)
+            if cutlass.const_expr(self.is_fp8):
+                values = [x for pair in pairs for x in ptx.unpack_bf16x2(pair)]
+                amax = Float32(0.0)
+                for x in values:
+                    amax = cute.arch.fmax(amax, cute.arch.fmax(x, -x))
+                for distance in self.row_shuffles(lanes):
+                    amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=distance))
+                exponent = cutlass.min(cutlass.max(ptx.float_bits(amax) >> 23, 15), 254)
+                up = ptx.bits_to_float((268 - exponent) << 23)
+                p0, p1, p2, p3 = [
+                    ptx.pack_f32x2("f16", values[2 * j] * up, values[2 * j + 1] * up) for j in (0, 1, 2, 3)
+                ]
+                chunk = vector // 2 * 2
+                half = vector % 2 * 8
+                ptx.store_shared_v2(row_smem + (chunk ^ (row & 7)) * 16 + half, (p0, p2))
+                ptx.store_shared_v2(row_smem + ((chunk + 1) ^ (row & 7)) * 16 + half, (p1, p3))
+                if vector == 0:
+                    ptx.store_shared_f32(smem + ROW_SCALE + row * 4, ptx.bits_to_float((exponent - 14) << 23))
+            else:
+                ptx.store_shared_v4(row_smem + (vector ^ (row & 7)) * 16, pairs)
+                if vector == 0:
+                    ptx.store_shared_f32(smem + ROW_SCALE + row * 4, Float32(1.0))
+
+    def row_shuffles(self, lanes):
+        return [1 << i for i in range(lanes.bit_length() - 1)]
+
+    @cute.jit
+    def consume(self, smem, warp, lane, row0, group_size, length, key_begin, num_stages, score_scale):
+        """Online softmax over this warp's slice of every stage; returns its place, scales, O, m and l."""
+        c = self.config
+        row_group = warp % c.row_warps
+        key_group = warp // c.row_warps
+        i, r = lane // 8, lane % 8  # matrix and row whose address this lane gives to ldmatrix
+        g, quad = lane // 4, lane % 4
+        q_address = smem + self.q_smem + (row_group * 16 + (i % 2) * 8 + r) * (c.head_dim * 2) + ((i // 2) ^ r) * 16
+        slice_key = key_group * self.warp_keys
+        k_lane = smem + self.ring + (slice_key + r) * 128 + (i ^ r) * 16
+        v_lane = smem + self.ring + (slice_key + (i % 2) * 8 + r) * 128 + ((i // 2) ^ r) * 16
+
+        row = row_group * 16 + g
+        exp_scale = [score_scale * LOG2E * ptx.load_shared_f32(smem + ROW_SCALE + (row + 8 * j) * 4) for j in (0, 1)]
+        # Keys below limits[j] are visible to this lane's row j; all rows see keys below `all_visible`.
+        if cutlass.const_expr(c.q_len > 1):
+            limits = [cutlass.min(length - c.q_len + 1 + (row0 + row + 8 * j) // group_size, length) for j in (0, 1)]
+            all_visible = length - c.q_len + 1
+        else:
+            limits = [length, length]
+            all_visible = length
+        num_full = cutlass.min(cutlass.max(all_visible - key_begin, 0) // c.stage_keys, num_stages)
+
+        q_frags = self.load_q(q_address) if self.q_in_registers else None
+        state = ([Float32(0.0)] * (4 * self.o_tiles), [Float32(NEG_INF)] * 2, [Float32(0.0)] * 2)
+        o, m, l = state
+        stage, phase = Int32(0), Int32(0)
+        key = key_begin + slice_key + 2 * quad
+        for _ in cutlass.range(num_full, unroll=1):
+            o, m, l, stage, phase = self.attend(
+                smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, None, length, key, o, m, l, stage, phase
+            )
+            key += c.stage_keys
+        for _ in cutlass.range(num_stages - num_full, unroll=1):
+            o, m, l, stage, phase = self.attend(
+                smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, limits, length, key, o, m, l, stage, phase
+            )
+            key += c.stage_keys
+        return key_group, row, exp_scale, o, m, l
+
+    def load_q(self, q_address):
+        return [self.load_q_step(q_address, s) for s in range(self.q_steps)]
+
+    def load_q_step(self, q_address, step):
+        """A fragment of 16 columns of Q: chunks 2 step and 2 step + 1, swizzled in groups of eight."""
+        return ptx.ldmatrix_x4((q_address ^ (32 * step % 128)) + 32 * step // 128 * 128)
+
+    @cute.jit
+    def attend(
+        self, smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, limits, length, key, o, m, l, stage, phase
+    ):
+        """One stage of K and one of V. `limits` masks scores and the rows of V past the end; None: all visible."""
+        c = self.config
+        k_offset, k_full, k_empty = stage * c.stage_bytes, smem + FULL + stage * 8, smem + EMPTY + stage * 8
+        ptx.mbarrier_wait(k_full, phase)
+        stage, phase = self.advance(stage, phase)
+        v_offset, v_full, v_empty = stage * c.stage_bytes, smem + FULL + stage * 8, smem + EMPTY + stage * 8
+        v_phase = phase
+        stage, phase = self.advance(stage, phase)
+        for step in cutlass.range(self.warp_keys // self.step_keys, unroll=1):
+            first = step * self.step_keys
+            scores = self.scores(k_lane + k_offset + first * 128, q_address, q_frags)
+            if cutlass.const_expr(limits is not None):
+                scores = [self.mask_scores(tile, key + first + 8 * t, limits) for t, tile in enumerate(scores)]
+            p, m, l, alpha, changed = self.softmax(scores, m, l, exp_scale)
+            o = self.rescale(o, alpha, changed)
+            ptx.mbarrier_wait(v_full, v_phase)
+            keep = None if cutlass.const_expr(limits is None) else length - key - first
+            o = self.accumulate(v_lane + v_offset + first * 128, p, keep, o)
+        self.release(k_empty, lane)
+        self.release(v_empty, lane)
+        return o, m, l, stage, phase
+
+    @cute.jit
+    def release(self, barrier, lane):
+        """This warp is done reading a stage."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            ptx.mbarrier_arrive(barrier)
+
+    def scores(self, k_address, q_address, q_frags):
+        """S[16 rows][step_keys] as accumulator tiles of 8 keys: a lane has rows g, g + 8 and keys 2c, 2c + 1."""
+        c = self.config
+        tiles = [[Float32(0.0)] * 4 for _ in range(self.step_keys // 8)]
+        mma_per_load = 4 if self.is_fp8 else 2  # 16-column steps in four 16-byte chunks
+        for j in range(self.k_chunks // 4):
+            q_steps = range(j * mma_per_load, (j + 1) * mma_per_load)
+            q_now = [q_frags[s] if q_frags is not None else self.load_q_step(q_address, s) for s in q_steps]
+            for t in range(self.step_keys // 8):
+                address = (k_address ^ (64 * (j % 2))) + (j // 2 * c.stage_keys + 8 * t) * 128
+                regs = ptx.ldmatrix_x4(address)
+                if self.is_fp8:
+                    b_frags = [ptx.e4m3x4_to_f16x2x2(reg) for reg in regs]
+                else:
+                    b_frags = [regs[0:2], regs[2:4]]
+                for a, b in zip(q_now, b_frags, strict=True):
+                    tiles[t] = ptx.mma_m16n8k16(self.mma_dtype, a, b, tiles[t])
+        return tiles
+
+    def mask_scores(self, tile, key, limits):
+        """-inf where this lane's keys (key, key + 1) are not visible to its two rows."""
+        return [cutlass.select_(key + e % 2 < limits[e // 2], tile[e], Float32(NEG_INF)) for e in range(4)]
+
+    def softmax(self, scores, m, l, exp_scale):
+        """Fold a step's scores into the running maximum and sum; returns P, m, l, alpha, and whether m moved."""
+        new_m, new_l, alpha, exps = [], [], [], []
+        for j in (0, 1):
+            row = [tile[2 * j + e] for tile in scores for e in (0, 1)]
+            peak = m[j]
+            for s in row:
+                peak = cute.arch.fmax(peak, s)
+            for distance in (1, 2):
+                peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=distance))
+            # A row that has seen nothing keeps -inf; subtracting 0 instead avoids inf - inf.
+            base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
+            alpha.append(ptx.exp2((m[j] - base) * exp_scale[j]))
+            row = [ptx.exp2((s - base) * exp_scale[j] + self.p_log2_scale) for s in row]
+            total = l[j] * alpha[j]
+            for p in row:
+                total = total + p
+            new_m.append(peak)
+            new_l.append(total)
+            exps.append(row)
+        changed = (new_m[0] != m[0]) | (new_m[1] != m[1])
+        # Two accumulator tiles of S are one A fragment of P, 16 keys deep.
+        p = [
+            [
+                ptx.pack_f32x2(self.mma_dtype, exps[j][4 * t + 2 * h], exps[j][4 * t + 2 * h + 1])
+                for h in (0, 1)
+                for j in (0, 1)
+            ]
+            for t in range(len(scores) // 2)
+        ]
+        return p, new_m, new_l, alpha, changed
+
+    @cute.jit
+    def rescale(self, o, alpha, changed):
+        """O *= alpha, skipped while no row of the warp has a new maximum (every alpha is then 1)."""
+        if cute.arch.vote_any_sync(changed):
+            o = [x * alpha[n % 4 // 2] for n, x in enumerate(o)]
+        return o
+
+    def accumulate(self, v_address, p, keep, o):
+        """O += P V. `keep` (or None): how many keys from this lane's first on are inside the sequence.
+
+        fp8: a lane reads pairs of neighbouring columns; after a byte shuffle one conversion gives the
+        B fragment of the even columns of 16, another that of the odd ones.
+        """
+        c = self.config
+        o = list(o)
+        for t, a in enumerate(p):
+            masks = None if keep is None else [self.row_mask(keep - 16 * t - 8 * h) for h in (0, 1)]
+            for j in range(self.k_chunks // 2):
+                address = (v_address ^ (32 * (j % 4))) + (j // 4 * c.stage_keys + 16 * t) * 128
+                regs = ptx.ldmatrix_x4(address, transpose=True)
+                if masks is not None:
+                    regs = [reg & masks[n % 2] for n, reg in enumerate(regs)]
+                for half in (0, 1):
+                    low, high = regs[2 * half], regs[2 * half + 1]
+                    chunk = 2 * j + half
+                    if self.is_fp8:
+                        even_low, odd_low = ptx.e4m3x4_to_f16x2x2(ptx.permute_bytes(low, 0x3120))
+                        even_high, odd_high = ptx.e4m3x4_to_f16x2x2(ptx.permute_bytes(high, 0x3120))
+                        frags = {2 * chunk: (even_low, even_high), 2 * chunk + 1: (odd_low, odd_high)}
+                    else:
+                        frags = {chunk: (low, high)}
+                    for tile, b in frags.items():
+                        o[4 * tile : 4 * tile + 4] = ptx.mma_m16n8k16(self.mma_dtype, a, b, o[4 * tile : 4 * tile + 4])
+        return o
+
+    def row_mask(self, keep):
+        """Bits of a register holding keys k (low half) and k + 1 (high half) of which `keep` from k on exist."""
+        return cutlass.select_(keep >= 2, Uint32(0xFFFFFFFF), cutlass.select_(keep == 1, Uint32(0x0000FFFF), Uint32(0)))

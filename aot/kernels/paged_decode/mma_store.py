@@ -1,0 +1,116 @@
+"""The end of the warp-level MMA kernel: merge the warps' key slices and write O and LSE, or a chunk's partials."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int64, cute
+
+from cubinery.aot.kernels.common import ptx
+from cubinery.aot.kernels.common.memory import store_f32
+from cubinery.aot.kernels.paged_decode.mma_tile import (
+    CONSUMER_BARRIER,
+    LOG2E,
+    NEG_INF,
+    ROW_RESULT,
+    ROW_SCALE,
+    ROW_STATS,
+    MmaTile,
+)
+
+
+class Epilogue(MmaTile):
+    """What the computing warps do after their last stage."""
+
+    @cute.jit
+    def merge(self, smem, lane, key_group, row, exp_scale, o, m, l):
+        """Bring the key slices of a row to one maximum and put their O side by side in the ring's memory."""
+        c = self.config
+        quad = lane % 4
+        for distance in (1, 2):
+            l = [x + cute.arch.shuffle_sync_bfly(x, offset=distance) for x in l]
+        # Also keeps anyone from overwriting a stage that another warp still reads.
+        if quad == 0:
+            for j in cutlass.range_constexpr(2):
+                ptx.store_shared_f32x2(self.stats(smem, key_group, row + 8 * j), (m[j], l[j]))
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
+        for j in cutlass.range_constexpr(2):
+            peak = Float32(NEG_INF)
+            for k in cutlass.range_constexpr(c.key_warps):
+                peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, row + 8 * j)))
+            base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
+            factor = ptx.exp2((m[j] - base) * exp_scale[j])
+            target = smem + self.ring + ((key_group * c.row_tile + row + 8 * j) * self.o_pad) * 4
+            for tile in cutlass.range_constexpr(self.o_tiles):
+                if cutlass.const_expr(self.is_fp8):
+                    if cutlass.const_expr(tile % 2 == 0):
+                        even, odd = o[4 * tile + 2 * j :][:2], o[4 * (tile + 1) + 2 * j :][:2]
+                        values = [x * factor for x in (even[0], odd[0], even[1], odd[1])]
+                        ptx.store_shared_f32x4(target + (tile * 8 + 4 * quad) * 4, values)
+                else:
+                    values = [x * factor for x in o[4 * tile + 2 * j :][:2]]
+                    ptx.store_shared_f32x2(target + (tile * 8 + 2 * quad) * 4, values)
+
+    def stats(self, smem, key_group, row):
+        return smem + ROW_STATS + (key_group * self.config.row_tile + row) * 8
+
+    @cute.jit
+    def finish_rows(self, smem, tidx, score_scale, out_scale, scale_o, is_split):
+        """One thread a row: total its slices into an output factor and the LSE, or the partial m and l."""
+        c = self.config
+        if tidx < c.row_tile:
+            natural = score_scale * ptx.load_shared_f32(smem + ROW_SCALE + tidx * 4)
+            peak = Float32(NEG_INF)
+            for k in cutlass.range_constexpr(c.key_warps):
+                peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, tidx)))
+            base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
+            total = Float32(0.0)
+            for k in cutlass.range_constexpr(c.key_warps):
+                m = ptx.load_shared_f32(self.stats(smem, k, tidx))
+                l = ptx.load_shared_f32(self.stats(smem, k, tidx) + 4)
+                total = total + l * ptx.exp2((m - base) * (natural * LOG2E))
+            total = total * 2.0**-self.p_log2_scale
+            factor = out_scale * 2.0**-self.p_log2_scale
+            first = natural * peak
+            if not is_split:
+                factor = cutlass.select_(total == 0.0, Float32(0.0), factor * scale_o / total)
+                first = cutlass.select_(total == 0.0, Float32(NEG_INF), natural * base + cute.math.log(total))
+            ptx.store_shared_f32x2(smem + ROW_RESULT + tidx * 8, (factor, first))
+            ptx.store_shared_f32(smem + ROW_SCALE + tidx * 4, total)
+
+    @cute.jit
+    def store_stats(self, smem, tidx, row0, n_q, is_split, lse, m_partial, l_partial, stat_row, part_row):
+        """LSE of the tile's rows, or their partial m and l."""
+        n = row0 + tidx
+        if tidx < self.config.row_tile and n < n_q:
+            first = ptx.load_shared_f32(smem + ROW_RESULT + tidx * 8 + 4)
+            if is_split:
+                store_f32(m_partial, part_row + n, first)
+                store_f32(l_partial, part_row + n, ptx.load_shared_f32(smem + ROW_SCALE + tidx * 4))
+            else:
+                store_f32(lse, stat_row + n, first)
+
+    @cute.jit
+    def store_o(self, smem, tidx, row0, n_q, group_size, is_split, o_base, o_token, o_head, part_base):
+        """Sum the key slices of the merge buffer and write O rows, four columns a thread, coalesced."""
+        c = self.config
+        vectors = c.head_dim // 4
+        for i in cutlass.range(c.row_tile * vectors // self.consumer_threads, unroll=4):
+            index = tidx + i * self.consumer_threads
+            row = index // vectors
+            column = index % vectors
+            n = row0 + row
+            if n < n_q:
+                factor = ptx.load_shared_f32(smem + ROW_RESULT + row * 8)
+                source = smem + self.ring + row * (self.o_pad * 4) + column * 16
+                values = ptx.load_shared_f32x4(source)
+                for k in cutlass.range_constexpr(1, c.key_warps):
+                    more = ptx.load_shared_f32x4(source + k * (c.row_tile * self.o_pad * 4))
+                    values = [x + y for x, y in zip(values, more, strict=True)]
+                values = [x * factor for x in values]
+                if is_split:
+                    ptx.store_global_f32x4(part_base + Int64(n) * (c.head_dim * 4) + column * 16, values)
+                else:
+                    token = n // group_size
+                    address = o_base + (Int64(token) * o_token + Int64(n - token * group_size) * o_head) * 2
+                    pairs = [ptx.pack_f32x2("bf16", values[e], values[e + 1]) for e in (0, 2)]
+                    ptx.store_global_v2(address + column * 8, pairs)

@@ -1,0 +1,61 @@
+"""What every role of the warp-level MMA kernel knows: the tile's shape and where things lie in shared memory."""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+from cutlass import Int32
+
+from cubinery.aot.kernels.paged_decode.abi import kv_map
+from cubinery.runtime.arch import Arch
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+
+LOG2E = math.log2(math.e)
+NEG_INF = -math.inf
+
+# Byte offsets in the fixed part of shared memory.
+FULL, EMPTY = 0, 128  # 16 mbarriers each
+ROW_SCALE = 256  # fp32 [row_tile]: factor that undoes the scaling of Q; at the end the row's l
+ROW_RESULT = 512  # fp32 [row_tile][2]: output factor, then LSE (or partial m)
+ROW_STATS = 1024  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice
+CONSUMER_BARRIER = 1
+
+
+class MmaTile:
+    """Constants of one configuration, derived once."""
+
+    def __init__(self, config: DecodeConfig, arch: Arch) -> None:
+        self.config = config
+        self.stages = config.stages(arch)
+        self.smem_bytes = config.smem_bytes(arch)
+        self.registers = config.registers(arch)
+        self.is_fp8 = config.kv_format == "fp8"
+        self.mma_dtype = "f16" if self.is_fp8 else "bf16"
+        self.p_log2_scale = 15.0 if self.is_fp8 else 0.0
+        self.box = kv_map(config, "k").box
+        self.d_boxes = config.head_dim * config.kv_bytes // 128
+        self.pages_per_stage = config.stage_keys // self.box[1]
+        self.boxes = self.pages_per_stage * self.d_boxes
+        assert self.boxes <= 32, "one lane issues one box"
+        self.consumer_threads = 32 * config.consumer_warps
+        self.warp_keys = config.stage_keys // config.key_warps
+        # Keys of one softmax step: more amortise its shuffles, fewer leave registers to O.
+        self.step_keys = min(self.warp_keys, 32 if config.head_dim <= 128 else 16)
+        # 16-byte chunks of one key row; four of them feed one ldmatrix.x4.
+        self.k_chunks = config.head_dim * config.kv_bytes // 16
+        self.q_steps = config.head_dim // 16
+        self.q_in_registers = config.head_dim <= 128
+        self.o_tiles = config.head_dim // 8
+        self.o_pad = config.merge_pitch
+        self.q_smem = config.FIXED_SMEM
+        self.ring = config.FIXED_SMEM + config.q_bytes
+
+    def advance(self, stage, phase):
+        """The next ring slot and its phase."""
+        following = stage + 1
+        wrapped = following == self.stages
+        return (
+            cutlass.select_(wrapped, Int32(0), following),
+            cutlass.select_(wrapped, phase ^ 1, phase),
+        )
