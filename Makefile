@@ -35,8 +35,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"cubinery needs Python 3.11 or newer; $(BASE_PYTHON) is {v[0]}.{v[1]}: set BASE_PYTHON=python3.x")'
 	@test -x $(PY) || $(BASE_PYTHON) -m venv $(VENV) || { \
 	  echo "cannot make $(VENV): on Debian or Ubuntu install python3-venv, or set BASE_PYTHON" >&2; rm -rf $(VENV); exit 1; }
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[build,dev,bench]'
+	@echo "installing the pinned tools into $(VENV) (a few minutes the first time)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[build,dev,bench]'
 	@touch $@
 
 install: $(STAMP)  ## Make .venv with everything that building and testing need
