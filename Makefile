@@ -58,8 +58,9 @@ wheel: need-arch $(STAMP)  ## Pack build/kernels/<arch> of ARCH=... and cubinery
 test: $(STAMP)  ## Run every test that needs no GPU (a GPU's are skipped where there is none)
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
-lint: $(STAMP)  ## ruff
+lint: $(STAMP)  ## ruff: rules and formatting
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
 
 format: $(STAMP)  ## Let ruff fix and format what it can
 	@$(PY) -m ruff check --fix .
