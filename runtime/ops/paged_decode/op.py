@@ -63,12 +63,19 @@ class PagedDecode:
         self.head_dim, self.page_size, self.kv_format = head_dim, page_size, kv_format
         self.q_len, self.causal, self.q_dtype = q_len, causal, q_dtype
         self._choices: dict[str, Any] = {"impl": impl, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm, "pdl": pdl}
+        self._configs: dict[int, DecodeConfig] = {}
         self._kernels: dict[tuple[int, bool], Kernel] = {}
         self._one: torch.Tensor | None = None
         self.config(1)
 
     def config(self, group_size: int) -> DecodeConfig:
         """The configuration for `group_size` query heads a KV head. Raises ConfigError."""
+        found = self._configs.get(group_size)
+        if found is None:
+            found = self._configs[group_size] = self._select(group_size)
+        return found
+
+    def _select(self, group_size: int) -> DecodeConfig:
         problem = Problem(
             head_dim=self.head_dim, page_size=self.page_size, kv_format=self.kv_format, group_size=group_size,
             q_len=self.q_len, causal=self.causal, q_dtype=self.q_dtype,
@@ -155,7 +162,7 @@ def _device_index(library: Library, device: int | str | torch.device | None) -> 
     if isinstance(device, int):
         return device
     try:
-        named = torch.device(device)
+        named: Any = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"device = {device!r}: expected an index or a torch device ({error})") from error
     return library.driver.current_device() if named.index is None else named.index

@@ -16,7 +16,7 @@ from cubinery.runtime.kernel import BoundLaunch, Kernel
 from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.planner import SplitPlan, host_lengths, plan_splits
-from cubinery.runtime.ops.paged_decode.streams import Upload, on_stream, raw_stream
+from cubinery.runtime.ops.paged_decode.streams import Upload, current_stream, on_stream, raw_stream
 
 if TYPE_CHECKING:
     from cubinery.runtime.ops.paged_decode.op import PagedDecode
@@ -25,6 +25,8 @@ MAX_CALLS = 512
 """Pairs of K and V caches (layers of a model) whose launches a plan keeps; the oldest goes first."""
 
 Descale = torch.Tensor | float | None
+
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 class Plan:
@@ -58,7 +60,9 @@ class Plan:
         self._one = decode.one()
         self._upload = Upload(decode.torch_device, 4 * self.splits.num_work + 3 * len(lengths), stream)
         self._ordered = -1  # the stream that last ran, known to follow the upload
-        self._calls: dict[tuple[int, int], _Call] = {}
+        self._current = current_stream(decode.torch_device)
+        self._calls: dict[tuple[int, int], _Call] = {}  # by the addresses of K and V
+        self._recent: dict[tuple[Any, ...], _Call] = {}  # by the identity of every argument
         self._workspace: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
         work = self._upload.tensor.data_ptr()
@@ -132,7 +136,7 @@ class Plan:
                 f"has room for {widest}; capture with a wider one"
             )
         for key in short:  # the next run checks its table again
-            del self._calls[key]
+            self._forget(key)
         self._send(splits, lengths, raw)
         self.splits = splits
 
@@ -178,11 +182,20 @@ class Plan:
         With `out`, `lse` and `workspace` given it allocates, copies and waits for nothing. Rows that see no
         key give 0 and -inf. Raises ArgumentError before anything is launched.
         """
-        raw = raw_stream(self.decode.torch_device, stream)
-        given = (q, k_cache, v_cache, block_table, q_descale, k_descale, v_descale, out, lse, workspace)
-        scales = (softmax_scale, out_scale)
-        known = None if check_block_table else self._known(given, scales)
-        call, out, lse = known or self._bind(given, scales, raw, check_block_table)
+        raw = self._current() if stream is None else raw_stream(self.decode.torch_device, stream)
+        # The launches of an earlier run with these very objects need no second look: the table holds an entry
+        # only while all its tensors live, so equal ids mean the same tensors.
+        key = (
+            id(q), id(k_cache), id(v_cache), id(block_table), id(q_descale), id(k_descale), id(v_descale),
+            id(out), id(lse), id(workspace), softmax_scale, out_scale,
+        )  # fmt: skip
+        try:
+            call = None if check_block_table else self._recent.get(key)
+        except TypeError:  # a scale that is no number; the checks will say so
+            call = None
+        if out is None or lse is None or call is None or call.moved():
+            given = (q, k_cache, v_cache, block_table, q_descale, k_descale, v_descale, out, lse, workspace)
+            call, out, lse = self._bind(given, (softmax_scale, out_scale), raw, check_block_table)
         if raw != self._ordered:
             self._order(raw)
         call.decode.launch(raw)
@@ -192,72 +205,76 @@ class Plan:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _known(
-        self, given: tuple[Any, ...], scales: tuple[Any, ...]
-    ) -> tuple[_Call, torch.Tensor, torch.Tensor] | None:
-        """The launches of an earlier run with these very tensors, which need no second look."""
-        out, lse = given[7], given[8]
-        if out is None or lse is None:
-            return None
-        try:
-            call = self._calls.get((given[1].data_ptr(), given[2].data_ptr()))
-        except AttributeError:  # not tensors: the checks will say so
-            return None
-        return (call, out, lse) if call is not None and call.repeats(given, scales) else None
-
     def _bind(
         self, given: tuple[Any, ...], scales: tuple[Any, ...], raw: int, check_block_table: bool
     ) -> tuple[_Call, torch.Tensor, torch.Tensor]:
-        """Check every argument, allocate what was not given, and pack the launches."""
+        """Check every argument that changed, allocate what was not given, and pack the launches."""
         q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace = given
         shape, device = self.shape, self.decode.torch_device
-        values: tensors.Values = dict(self._constants)
-        values |= tensors.queries("q", q, shape, "q")
-        values |= tensors.caches(k, v, shape)
-        values |= tensors.block_table(table, shape, int(self._lengths.max()))
-        softmax_scale, out_scale = scales
-        scale_qs = shape.head_dim**-0.5 if softmax_scale is None else softmax_scale
-        scale_qs = tensors.number("softmax_scale", scale_qs, positive=True)
-        scale_o = tensors.number("out_scale", out_scale, positive=False)
-        for name, descale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-            if descale is None or isinstance(descale, int | float):
-                values |= tensors.descale(name, self._one, shape)
-                if descale is None:
-                    continue
-                # A number needs no memory on the device: it joins the scale that it multiplies.
-                if name == "v_descale":
-                    scale_o *= tensors.number(name, descale, positive=False)
-                else:
-                    scale_qs *= tensors.number(name, descale, positive=True)
-            else:
-                values |= tensors.descale(name, descale, shape)
-        values["scale_qs"], values["scale_o"] = scale_qs, scale_o
+        where = (k.data_ptr(), v.data_ptr()) if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) else None
+        call = None if where is None else self._calls.get(where)
+        # What an earlier run of this layer was given too has been checked, and its values are packed.
+        same = [False] * len(given) if call is None else call.same(given)
+        values: tensors.Values = dict(self._constants) if call is None else {}
+        if not same[0]:
+            values |= tensors.queries("q", q, shape, "q")
+        if not (same[1] and same[2]):
+            values |= tensors.caches(k, v, shape)
+        if not same[3]:
+            values |= tensors.block_table(table, shape, int(self._lengths.max()))
+        values |= self._scales(scales, (q_descale, k_descale, v_descale))
+        for name, descale, known in zip(_DESCALES, (q_descale, k_descale, v_descale), same[4:7], strict=True):
+            if not known:
+                number = descale is None or isinstance(descale, int | float)
+                values |= tensors.descale(name, self._one if number else descale, shape)
         if check_block_table:
             self._check_table(table, k.shape[0], raw)
-        if out is not None:
+        if out is not None and not same[7]:
             values |= tensors.queries("out", out, shape, "o")
-        if lse is not None:
+        if lse is not None and not same[8]:
             values |= tensors.lse(lse, shape)
-        values |= self._partials(workspace, raw)
-        with on_stream(device, raw):
-            if out is None:
-                out = torch.empty(tuple(q.shape), dtype=torch.bfloat16, device=device)
-                values |= tensors.queries("out", out, shape, "o")
-            if lse is None:
-                lse = torch.empty(shape.lse, dtype=torch.float32, device=device)
-                values |= tensors.lse(lse, shape)
-        key = (k.data_ptr(), v.data_ptr())
-        call = self._calls.get(key)
+        if not same[9]:
+            values |= self._partials(workspace, raw)
+        if out is None or lse is None:
+            with on_stream(device, raw):
+                if out is None:
+                    out = torch.empty(tuple(q.shape), dtype=torch.bfloat16, device=device)
+                    values |= tensors.queries("out", out, shape, "o")
+                if lse is None:
+                    lse = torch.empty(shape.lse, dtype=torch.float32, device=device)
+                    values |= tensors.lse(lse, shape)
+        assert where is not None, "caches() refuses what is no tensor"
         if call is None:
             while len(self._calls) >= MAX_CALLS:
-                del self._calls[next(iter(self._calls))]
-            call = _Call(self._kernel, self._reduction, values)
+                self._forget(next(iter(self._calls)))
+            call = self._calls[where] = _Call(self._kernel, self._reduction, values)
         else:
-            call.rebind(values)
-        call.remember((q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace), scales)
+            try:
+                call.rebind(values)
+            except BaseException:
+                self._forget(where)  # it may be half changed
+                raise
+        call.remember((q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace), scales, self._recent)
         call.table_keys = table.shape[1] * shape.page_size
-        self._calls[key] = call
         return call, out, lse
+
+    def _scales(self, scales: tuple[Any, ...], descales: tuple[Any, ...]) -> tensors.Values:
+        """The two scale parameters. Descales that are numbers join the one that they multiply."""
+        softmax_scale, out_scale = scales
+        scale_qs = self.shape.head_dim**-0.5 if softmax_scale is None else softmax_scale
+        scale_qs = tensors.number("softmax_scale", scale_qs, positive=True)
+        scale_o = tensors.number("out_scale", out_scale, positive=False)
+        for name, descale in zip(_DESCALES, descales, strict=True):
+            if isinstance(descale, int | float):
+                number = tensors.number(name, descale, positive=name != "v_descale")
+                if name == "v_descale":
+                    scale_o *= number
+                else:
+                    scale_qs *= number
+        return {"scale_qs": scale_qs, "scale_o": scale_o}
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        self._recent.pop(self._calls.pop(key).key, None)
 
     def _partials(self, workspace: torch.Tensor | None, raw: int) -> tensors.Values:
         """Addresses of the partial results in the workspace."""
@@ -306,39 +323,50 @@ class Plan:
 class _Call:
     """The bound launches of one layer, and the arguments that they were bound from."""
 
-    __slots__ = ("_held", "_pointers", "_scales", "decode", "reduce", "table_keys")
+    __slots__ = ("_addresses", "_held", "_names", "decode", "key", "reduce", "table_keys")
 
     def __init__(self, kernel: Kernel, reduction: Kernel | None, values: tensors.Values) -> None:
         self.decode: BoundLaunch = kernel.bind(_pick(kernel, values))
         self.reduce: BoundLaunch | None = None if reduction is None else reduction.bind(_pick(reduction, values))
+        self._names = frozenset(kernel.names), frozenset(() if reduction is None else reduction.names)
+        self._held: list[tuple[Any, int | None]] = []
+        self.key: tuple[Any, ...] = ()
         self.table_keys = 0
         """Keys that a row of the block table has room for."""
 
     def rebind(self, values: tensors.Values) -> None:
-        """Pack again what differs."""
-        self.decode.update(**_pick(self.decode.kernel, values))
-        if self.reduce is not None:
-            self.reduce.update(**_pick(self.reduce.kernel, values))
+        """Pack again what differs; `values` may be some of all."""
+        for launch, names in ((self.decode, self._names[0]), (self.reduce, self._names[1])):
+            if launch is not None:
+                launch.update(**{name: value for name, value in values.items() if name in names})
 
-    def remember(self, given: tuple[Any, ...], scales: tuple[Any, ...]) -> None:
-        """Hold the arguments weakly: identity and address together say that nothing was exchanged."""
-        tensor = [isinstance(x, torch.Tensor) for x in given]
-        self._held = tuple(weakref.ref(x) if t else _holder(x) for x, t in zip(given, tensor, strict=True))
-        self._pointers = tuple(x.data_ptr() if t else None for x, t in zip(given, tensor, strict=True))
-        self._scales = scales
+    def remember(self, given: tuple[Any, ...], scales: tuple[Any, ...], recent: dict[tuple[Any, ...], _Call]) -> None:
+        """Enter these arguments in `recent`, where they stay for as long as all their tensors live."""
+        recent.pop(self.key, None)
+        key = self.key = (*map(id, given), *scales)
 
-    def repeats(self, given: tuple[Any, ...], scales: tuple[Any, ...]) -> bool:
-        """These are the very arguments that were remembered."""
-        if scales != self._scales:
-            return False
-        for x, held, pointer in zip(given, self._held, self._pointers):  # noqa: B905 - strict costs time here
-            if held() is not x or (pointer is not None and (x is None or x.data_ptr() != pointer)):
-                return False
-        return True
+        def gone(_: Any) -> None:
+            recent.pop(key, None)
 
+        # Numbers are kept, so that their ids stay theirs; tensors are not, they belong to the caller.
+        self._held = [(weakref.ref(x, gone), x.data_ptr()) if isinstance(x, torch.Tensor) else (x, None) for x in given]
+        self._addresses = [held for held in self._held if held[1] is not None]
+        recent[key] = self
 
-def _holder(x: Any) -> Any:
-    return lambda: x
+    def same(self, given: tuple[Any, ...]) -> list[bool]:
+        """Which arguments are the ones that were remembered, where they were."""
+        return [
+            held is x if pointer is None else held() is x and x is not None and x.data_ptr() == pointer
+            for x, (held, pointer) in zip(given, self._held, strict=True)
+        ]
+
+    def moved(self) -> bool:
+        """A remembered tensor has been given other memory."""
+        for reference, pointer in self._addresses:
+            tensor = reference()
+            if tensor is None or tensor.data_ptr() != pointer:
+                return True
+        return False
 
 
 def _pick(kernel: Kernel, values: tensors.Values) -> tensors.Values:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,13 @@ def raw_stream(device: torch.device, stream: Any = None) -> int:
     if type(raw) is not int or raw < 0:
         raise ArgumentError(f"stream = {stream!r}: expected a torch stream, a raw handle or None")
     return raw
+
+
+def current_stream(device: torch.device) -> Callable[[], int]:
+    """A function that returns what `raw_stream(device)` does, as fast as can be."""
+    if device.type == "cpu":
+        return int
+    return partial(raw_stream, device) if _raw_current is None else partial(_raw_current, device.index)
 
 
 def torch_stream(device: torch.device, raw: int) -> Any:
