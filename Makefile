@@ -51,9 +51,15 @@ need-arch:
 kernels: need-arch $(STAMP)  ## Compile the specs for ARCH=... (one or several) into build/kernels/<arch>
 	@$(PY) build_kernels.py build $(BUILD_FLAGS)
 
+# setuptools leaves build/lib behind and would pack what lies there, so it starts and ends without; the fixed time makes
+# the wheel's bytes depend on its content alone.
 wheel: need-arch $(STAMP)  ## Pack build/kernels/<arch> of ARCH=... and cubinery itself as wheels into dist/
-	@for a in $(ARCHS); do $(PY) build_kernels.py wheel --arch $$a --bundle $(BUNDLE) --out $(DIST) || exit $$?; done
-	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w $(DIST) .
+	@$(PY) build_kernels.py wheel $(ARCH_FLAGS) --bundle $(BUNDLE) --out $(DIST)
+	@rm -rf build/lib build/bdist.*
+	@SOURCE_DATE_EPOCH=315532800 $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  -w $(DIST) .
+	@rm -rf build/lib build/bdist.*
+	@ls -l $(DIST)/cubinery-*.whl
 
 test: $(STAMP)  ## Run every test that needs no GPU (a GPU's are skipped where there is none)
 	@$(PY) -m pytest $(PYTEST_ARGS)

@@ -7,10 +7,10 @@ import importlib.util
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from cubinery.aot.inspect import find_tool
 from cubinery.aot.pool import WORKER_MEMORY, available_cores, available_memory
@@ -18,8 +18,6 @@ from cubinery.runtime.arch import ARCHS, served_by
 from cubinery.runtime.bundle import Bundle, open_all
 from cubinery.runtime.driver import DeviceInfo, Driver
 from cubinery.runtime.errors import CubineryError
-
-T = TypeVar("T")
 
 DSL_VERSION = "4.8.1"
 """The one version of nvidia-cutlass-dsl that kernels are written against; pyproject.toml pins the same."""
@@ -146,19 +144,13 @@ def _binary_tools() -> list[Fact]:
 
 
 def _devices(driver: Driver | None) -> tuple[tuple[DeviceInfo, ...], Fact]:
-    if driver is None:
-        if importlib.util.find_spec("cuda") is None:
-            return (), _no_device("cuda-python is not installed", "pip install 'cuda-python>=13,<14'")
-        from cubinery.runtime.cuda import CudaDriver
-
-        driver_or_error = _attempt(CudaDriver)
-        if isinstance(driver_or_error, str):
-            return (), _no_device(driver_or_error, "install the NVIDIA driver, or build here and run elsewhere")
-        driver = driver_or_error
-    opened = driver
-    devices = _attempt(lambda: tuple(opened.device_info(i) for i in range(opened.device_count())))
-    if isinstance(devices, str):
-        return (), _no_device(devices, "install the NVIDIA driver, or build here and run elsewhere")
+    try:
+        opened = _cuda() if driver is None else driver
+        devices = tuple(opened.device_info(i) for i in range(opened.device_count()))
+    except CubineryError as error:
+        package = "cuda-python" in str(error)
+        fix = "pip install 'cuda-python>=13,<14'" if package else "install the NVIDIA driver, or run on another machine"
+        return (), _no_device(str(error), fix)
     if not devices:
         return (), _no_device("the driver sees no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
     version = devices[0].driver_version
@@ -166,12 +158,11 @@ def _devices(driver: Driver | None) -> tuple[tuple[DeviceInfo, ...], Fact]:
     return devices, Fact("CUDA driver", "ok", f"supports CUDA {version // 1000}.{version % 1000 // 10}; {names}")
 
 
-def _attempt(ask: Callable[[], T]) -> T | str:
-    """The answer, or why there is none."""
-    try:
-        return ask()
-    except CubineryError as error:
-        return str(error)
+def _cuda() -> Driver:
+    """The real driver. Raises DriverError where cuda-python, the driver or a GPU is missing."""
+    from cubinery.runtime.cuda import CudaDriver
+
+    return CudaDriver()
 
 
 def _no_device(detail: str, fix: str) -> Fact:

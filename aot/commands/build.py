@@ -139,7 +139,7 @@ def _failures(report: BuildReport) -> dict[str, list[str]]:
 
 
 def _show(report: BuildReport, out: Path) -> None:
-    right = "seconds,worker,cubin,registers,stack,shared,CTAs/SM"
+    right = "seconds,peak memory,cubin,registers,stack,shared,CTAs/SM"
     columns = ("key", "status", *right.split(","), "limited by")
     show_table(
         columns,

@@ -426,6 +426,15 @@ def test_the_pinned_compiler_is_the_one_of_pyproject(root: Path) -> None:
     assert f"nvidia-cutlass-dsl[cu13]=={machine.DSL_VERSION}" in extras["build"]
 
 
+def test_doctor_without_cuda_python() -> None:
+    script = (
+        "import sys; sys.modules['cuda'] = None; from cubinery.aot import machine;"
+        "(fact,) = machine.diagnose([]).lacks('run'); print(fact.fix)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "pip install 'cuda-python>=13,<14'", done.stderr
+
+
 # -- tables ------------------------------------------------------------------------------------------
 
 
