@@ -65,7 +65,6 @@ class PagedDecode:
         self._choices: dict[str, Any] = {"impl": impl, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm, "pdl": pdl}
         self._configs: dict[int, DecodeConfig] = {}
         self._kernels: dict[tuple[int, bool], Kernel] = {}
-        self._one: torch.Tensor | None = None
         self.config(1)
 
     def config(self, group_size: int) -> DecodeConfig:
@@ -147,12 +146,6 @@ class PagedDecode:
             found = self.library.kernel(key, self.device, role=role, stream=stream)
             self._kernels[group_size, reduce] = found
         return found
-
-    def one(self) -> torch.Tensor:
-        """The descale 1.0 on the device, for those that are not given."""
-        if self._one is None:
-            self._one = torch.ones(1, dtype=torch.float32, device=self.torch_device)
-        return self._one
 
 
 def _device_index(library: Library, device: int | str | torch.device | None) -> int:

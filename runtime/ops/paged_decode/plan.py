@@ -26,6 +26,9 @@ MAX_CALLS = 512
 
 Descale = torch.Tensor | float | None
 
+_ONE = np.ones(1, np.float32).view(np.int32)
+"""The descale of those that are not given or are numbers; it travels with the plan."""
+
 _DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
@@ -47,7 +50,7 @@ class Plan:
             len(lengths), decode.q_len, num_q_heads, num_kv_heads, decode.head_dim, decode.page_size,
             decode.kv_format, decode.q_dtype, decode.torch_device,
         )  # fmt: skip
-        self.splits: SplitPlan = plan_splits(lengths, **options)
+        self.splits: SplitPlan = plan_splits(lengths, checked=True, **options)
         self._reduces = options["max_splits"] != 1 and (options["pad_to"] > 0 or self.splits.num_partials > 0)
         self._fixed = options["pad_to"] > 0
         # Updates stay within this plan's grid, and split nothing if it launches no reduction.
@@ -57,8 +60,7 @@ class Plan:
         group = self.shape.group_size
         self._kernel = decode.kernel(config, group, reduce=False, stream=stream)
         self._reduction = decode.kernel(config, group, reduce=True, stream=stream) if self._reduces else None
-        self._one = decode.one()
-        self._upload = Upload(decode.torch_device, 4 * self.splits.num_work + 3 * len(lengths), stream)
+        self._upload = Upload(decode.torch_device, 4 * self.num_work + 3 * self.num_seqs + 1, stream)
         self._ordered = -1  # the stream that last ran, known to follow the upload
         self._current = current_stream(decode.torch_device)
         self._calls: dict[tuple[int, int], _Call] = {}  # by the addresses of K and V
@@ -66,10 +68,12 @@ class Plan:
         self._workspace: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
         work = self._upload.tensor.data_ptr()
+        seq_lens = work + 16 * self.num_work + 8 * self.num_seqs
+        self._one = seq_lens + 4 * self.num_seqs
         self._constants: tensors.Values = {
             "work": work,
             "splits": work + 16 * self.num_work,
-            "seq_lens": work + 16 * self.num_work + 8 * self.num_seqs,
+            "seq_lens": seq_lens,
             "num_work": self.num_work,
             "num_seqs": self.num_seqs,
             "num_kv_heads": num_kv_heads,
@@ -126,7 +130,7 @@ class Plan:
         lengths = host_lengths(seq_lens)
         if len(lengths) != self.num_seqs:
             raise PlanError(f"seq_lens has {len(lengths)} sequences: expected {self.num_seqs}, as this plan was made")
-        splits = plan_splits(lengths, **self._options)
+        splits = plan_splits(lengths, checked=True, **self._options)
         longest = int(lengths.max())
         short = {key for key, call in self._calls.items() if call.table_keys < longest}
         if short and self._fixed:
@@ -141,7 +145,7 @@ class Plan:
         self.splits = splits
 
     def _send(self, splits: SplitPlan, lengths: Any, stream: int) -> None:
-        self._upload.write([splits.work, splits.splits, lengths.astype(np.int32)], stream)
+        self._upload.write([splits.work, splits.splits, lengths.astype(np.int32), _ONE], stream)
         self._lengths = lengths
         self._ordered = stream
 
@@ -225,8 +229,10 @@ class Plan:
         values |= self._scales(scales, (q_descale, k_descale, v_descale))
         for name, descale, known in zip(_DESCALES, (q_descale, k_descale, v_descale), same[4:7], strict=True):
             if not known:
-                number = descale is None or isinstance(descale, int | float)
-                values |= tensors.descale(name, self._one if number else descale, shape)
+                if descale is None or isinstance(descale, int | float):
+                    values |= {name: self._one, f"{name}_seq": 0, f"{name}_head": 0}
+                else:
+                    values |= tensors.descale(name, descale, shape)
         if check_block_table:
             self._check_table(table, k.shape[0], raw)
         if out is not None and not same[7]:
@@ -295,7 +301,8 @@ class Plan:
         """Every entry that the kernel will look up names a page. Waits for the device."""
         if self._driver.is_capturing(raw):
             raise CaptureError("check_block_table waits for the device, which a graph capture forbids: check before it")
-        entries = table.cpu().numpy()
+        with on_stream(self.decode.torch_device, raw):
+            entries = table.cpu().numpy()
         used = np.arange(entries.shape[1]) * self.shape.page_size < self._lengths[:, None]
         bad = np.argwhere(used & ((entries < 0) | (entries >= num_pages)))
         if len(bad):
@@ -309,7 +316,7 @@ class Plan:
         """Make a stream that did not carry the upload follow it."""
         if raw != self._upload.stream and self._driver.is_capturing(raw):
             return  # an event from outside may not enter a capture; whoever replays orders it after the update
-        self._upload.order(raw, self._workspace, self._one)
+        self._upload.order(raw, self._workspace)
         self._ordered = raw
 
     def _check_not_capturing(self, what: str, stream: int) -> None:

@@ -114,13 +114,15 @@ def plan_splits(
     force_splits: int = 0,
     min_chunk_tiles: int = 1,
     pad_to: int = 0,
+    checked: bool = False,
 ) -> SplitPlan:
     """Plan one decode step.
 
     `seq_lens` are keys per sequence, new tokens included. `q_tiles` is how many CTAs share the
     packed query rows of a KV head. `max_splits` defaults to 16 (`thor`) or 256 (`balanced`).
     `force_splits` (0 is off) cuts the longest sequence into that many chunks. `pad_to` (0 is off) is
-    the exact length of the work list; `balanced` splits less to stay within it.
+    the exact length of the work list; `balanced` splits less to stay within it. `checked` says that
+    `seq_lens` comes from `host_lengths`.
 
     Raises PlanError for lengths or options that no plan can serve.
     """
@@ -137,7 +139,7 @@ def plan_splits(
             raise PlanError(f"{name} = {value}: expected at least {least}")
     if max_splits > MAX_SPLITS:
         raise PlanError(f"max_splits = {max_splits}: expected at most {MAX_SPLITS}")
-    lengths = host_lengths(seq_lens)
+    lengths = seq_lens if checked else host_lengths(seq_lens)
     tiles = np.maximum((lengths + (TILE_KEYS - 1)) // TILE_KEYS, 1)
     if max(pad_to, len(tiles)) > MAX_WORK:
         raise PlanError(f"{len(tiles)} sequences, pad_to = {pad_to}: expected at most {MAX_WORK} work items")
