@@ -73,7 +73,7 @@ class Cache:
         if not self._writable:
             return
         try:
-            atomic_write(self.path(digest), encode(compiled))
+            atomic_write(self.path(digest), encode(compiled), durable=False)  # its hash is checked at every read
         except StoreError as error:
             self._writable = False
             self._warn(f"cache not written: {error}")

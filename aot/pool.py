@@ -73,12 +73,15 @@ def available_memory() -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
         found.append(int(text.split()[0]) * 1024)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for folder, limit, used, cached in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such control group, or no limit in it
+            most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            # Pages of files that were read count as used, but go as soon as memory is wanted.
+            found.append(max(0, most - now + int(stat[cached])))
     return min(found)
 
 

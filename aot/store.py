@@ -29,8 +29,12 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def atomic_write(path: Path, data: bytes) -> None:
-    """Write a whole file or nothing, durable before it gets its name. Raises StoreError."""
+def atomic_write(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a whole file or nothing. Raises StoreError.
+
+    A durable file is on the disk before it gets its name, and the name before this returns; without,
+    a loss of power may damage it (a killed process never does).
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
@@ -40,10 +44,12 @@ def atomic_write(path: Path, data: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp made it private; a bundle is for others to read
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        if durable:
+            _sync_folder(path.parent)
     except OSError as error:
         _discard(temporary)
         raise _refused(path, error) from None

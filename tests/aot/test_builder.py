@@ -294,6 +294,13 @@ def test_a_subset_replaces_the_bundle_and_merge_adds_to_it(run_build: Run, tmp_p
     assert [a.config["width"] for a in bundle(tmp_path).artifacts] == [1, 2, 4]
 
 
+def test_merging_keeps_what_was_emitted_beside_an_unchanged_cubin(run_build: Run, tmp_path: Path) -> None:
+    run_build(toy_items("{arch: sm_110a, width: [1, 2]}", emit="[ptx]"))
+    before = bundle(tmp_path)
+    run_build(toy_items("{arch: sm_110a, width: 2}"), merge=True)
+    assert bundle(tmp_path) == before
+
+
 def test_merging_with_what_does_not_fit_is_refused(
     run_build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,10 +348,10 @@ def test_a_full_disk_while_the_bundle_is_written_leaves_the_old_one(
     old = bundle(tmp_path)
     real = store.atomic_write
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, **options: bool) -> None:
         if "out/" in str(path) and path.suffix == ".cubin":
             raise StoreError(f"{path}: cannot write: No space left on device")
-        real(path, data)
+        real(path, data, **options)
 
     monkeypatch.setattr(store, "atomic_write", full)
     with pytest.raises(StoreError, match="No space left"):
