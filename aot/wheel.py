@@ -84,7 +84,6 @@ def pack(bundle: Bundle, out: Path, *, max_size: int = MAX_SIZE) -> WheelReport:
             f"the limit of {max_size / 1e6:.1f} MB: build fewer configurations, or raise --max-size if your index "
             f"takes larger files"
         )
-    out.mkdir(parents=True, exist_ok=True)
     path = out / f"{package_name(manifest.arch)}-{manifest.package_version}-py3-none-any.whl"
     atomic_write(path, data)
     return WheelReport(
