@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import timeit
 import weakref
@@ -380,6 +381,31 @@ def test_a_plan_holds_no_tensor_of_its_caller(made: tuple[Plan, FakeDriver], p: 
     gone = weakref.ref(q), weakref.ref(out), weakref.ref(lse)
     del q, out, lse
     assert [ref() for ref in gone] == [None, None, None]
+    assert plan._recent == {}
+
+
+def test_a_plan_leaves_no_cycle(made: tuple[Plan, FakeDriver], p: Problem) -> None:
+    """Plans come and go with every step; their memory must not wait for the garbage collector."""
+    decode = made[0].decode
+    gc.collect()
+    gc.disable()
+    try:
+        plan = decode.plan(p.lengths, **p.heads)
+        out, lse = plan.run(*p.tensors)
+        plan.run(*p.tensors, out=out, lse=lse)
+        alive = weakref.ref(plan._recent), weakref.ref(plan._upload.tensor)
+        assert len(plan._recent) == 1
+        del plan
+        assert [ref() for ref in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_no_reduction_without_room_for_a_split(make_decode: Make, p: Problem) -> None:
+    decode, _ = make_decode()
+    plan = decode.plan(p.lengths, **p.heads, pad_to=3)
+    assert len(plan.keys) == 1
+    assert plan.workspace_bytes() == 0
 
 
 def test_host_time(made: tuple[Plan, FakeDriver], p: Problem) -> None:

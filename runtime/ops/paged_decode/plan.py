@@ -51,7 +51,8 @@ class Plan:
             decode.kv_format, decode.q_dtype, decode.torch_device,
         )  # fmt: skip
         self.splits: SplitPlan = plan_splits(lengths, checked=True, **options)
-        self._reduces = options["max_splits"] != 1 and (options["pad_to"] > 0 or self.splits.num_partials > 0)
+        # A list no longer than the batch has no room for a second item of any sequence.
+        self._reduces = options["max_splits"] != 1 and self.num_work > self.num_seqs
         self._fixed = options["pad_to"] > 0
         # Updates stay within this plan's grid, and split nothing if it launches no reduction.
         self._options = options | {"pad_to": self.splits.num_work}
@@ -64,7 +65,7 @@ class Plan:
         self._ordered = -1  # the stream that last ran, known to follow the upload
         self._current = current_stream(decode.torch_device)
         self._calls: dict[tuple[int, int], _Call] = {}  # by the addresses of K and V
-        self._recent: dict[tuple[Any, ...], _Call] = {}  # by the identity of every argument
+        self._recent = _Recent()
         self._workspace: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
         work = self._upload.tensor.data_ptr()
@@ -327,6 +328,12 @@ class Plan:
             )
 
 
+class _Recent(dict[tuple[Any, ...], "_Call"]):
+    """Launches by the identity of every argument; an entry leaves when one of its tensors dies."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Call:
     """The bound launches of one layer, and the arguments that they were bound from."""
 
@@ -347,13 +354,15 @@ class _Call:
             if launch is not None:
                 launch.update(**{name: value for name, value in values.items() if name in names})
 
-    def remember(self, given: tuple[Any, ...], scales: tuple[Any, ...], recent: dict[tuple[Any, ...], _Call]) -> None:
+    def remember(self, given: tuple[Any, ...], scales: tuple[Any, ...], recent: _Recent) -> None:
         """Enter these arguments in `recent`, where they stay for as long as all their tensors live."""
         recent.pop(self.key, None)
         key = self.key = (*map(id, given), *scales)
+        table = weakref.ref(recent)  # else each entry would keep its own table alive
 
         def gone(_: Any) -> None:
-            recent.pop(key, None)
+            if (alive := table()) is not None:
+                alive.pop(key, None)
 
         # Numbers are kept, so that their ids stay theirs; tensors are not, they belong to the caller.
         self._held = [(weakref.ref(x, gone), x.data_ptr()) if isinstance(x, torch.Tensor) else (x, None) for x in given]

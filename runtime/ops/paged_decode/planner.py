@@ -160,7 +160,7 @@ def plan_splits(
         raise PlanError(f"the plan has {items} work items: expected at most {MAX_WORK}; split less")
     if pad_to:
         if items > pad_to:
-            raise PlanError(f"pad_to = {pad_to}: the plan has {items} work items")
+            raise PlanError(f"pad_to = {pad_to}: the plan has {items} work items; pad further or split less")
         padded = np.zeros((pad_to, 4), np.int32)
         padded[:items] = work
         work = padded
