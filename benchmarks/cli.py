@@ -1,0 +1,179 @@
+"""The command line of `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import paged_decode, plots, report
+from benchmarks.ceilings import COPY_BYTES, ReadFloor, copy_rate
+from benchmarks.host import Figure
+from benchmarks.host import measure as measure_host
+from benchmarks.peers import PEERS, Peer
+from benchmarks.shapes import ITEM_BYTES, SHAPES, Shape
+from benchmarks.timing import GpuTimer
+from cubinery.runtime.errors import CubineryError, DriverError
+from cubinery.runtime.library import Library
+
+PROGRAM = "benchmarks"
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(
+        prog=f"python -m {PROGRAM}",
+        description="Measure the kernels of a bundle on this machine's GPU: bandwidth against the copy rate, a plain "
+        "read and installed peers, and the host time of the runtime. Nothing of the bundle is compiled here.",
+        epilog="Exit codes: 0 all was measured, 1 a kernel is wrong or missing, 2 the run could not start.",
+    )
+    p.add_argument("--bundle", default=os.environ.get("CUBINERY_BUNDLE", "build/kernels"), metavar="DIR",
+                   help="folder of the bundle (default: $CUBINERY_BUNDLE, else build/kernels)")  # fmt: skip
+    p.add_argument("--out", type=Path, default=Path("build/bench"), metavar="DIR",
+                   help="where results.json, results.md and roofline.png go (default: build/bench)")  # fmt: skip
+    p.add_argument("--only", choices=("decode", "host"), help="measure one part alone")
+    p.add_argument("--shapes", metavar="TEXT[,TEXT]", help="only shapes whose name or title contains one of these")
+    p.add_argument("--formats", metavar="KV[,KV]", default=",".join(ITEM_BYTES), help="fp8, bf16 (default: both)")
+    p.add_argument("--peers", metavar="NAME[,NAME]", default=",".join(PEERS),
+                   help=f"peers to measure if installed: {', '.join(PEERS)}, or none (default: all)")  # fmt: skip
+    p.add_argument("--quick", action="store_true", help="fewer repeats: for a look, not for a record")
+    p.add_argument(
+        "--json", action="store_true", help="print JSON to standard output, and the tables to standard error"
+    )
+    p.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device (default: 0)")
+    p.add_argument("--list", action="store_true", help="list the shapes and stop")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code. Errors of the user's are one line."""
+    options = parser().parse_args(argv)
+    if options.list:
+        for shape in SHAPES:
+            print(f"{shape.name:<24} {shape.title}")
+        return 0
+    try:
+        return _run(options)
+    except CubineryError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except torch.cuda.OutOfMemoryError as error:
+        print(f"{PROGRAM}: error: the GPU's memory is short: {str(error).splitlines()[0]}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def choose_shapes(text: str | None) -> list[Shape]:
+    """Shapes whose name or title holds one of the comma-separated parts. Raises CubineryError where none does."""
+    if text is None:
+        return list(SHAPES)
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    found = [s for s in SHAPES if any(part in s.name or part in s.title for part in parts)]
+    if not found:
+        raise CubineryError(f"--shapes {text!r} matches none of {', '.join(s.name for s in SHAPES)}")
+    return found
+
+
+def choose(option: str, text: str, known: Sequence[str], *, none: bool = False) -> list[str]:
+    """The comma-separated names, each of `known`. Raises CubineryError."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if none and names == ["none"]:
+        return []
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        allowed = ", ".join([*known, "none"] if none else known)
+        raise CubineryError(f"{option} {text!r}: expected one or more of {allowed}")
+    return list(dict.fromkeys(names))
+
+
+def _run(options: argparse.Namespace) -> int:
+    shapes = choose_shapes(options.shapes)
+    formats = choose("--formats", options.formats, tuple(ITEM_BYTES))
+    wanted = choose("--peers", options.peers, tuple(PEERS), none=True)
+    library = Library.open(options.bundle)
+    device = _device(options.device)
+    library.archs_for(device.index)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CubineryError(f"--out {options.out}: cannot be made: {error.strerror}") from error
+    stream = sys.stderr if options.json else sys.stdout
+    text: list[str] = []
+
+    def say(*lines: str) -> None:
+        for line in lines:
+            print(line, file=stream, flush=True)
+        text.extend(lines)
+
+    where = report.machine(library, device.index)
+    say(f"{where.gpu}, driver {where.driver}, torch {where.versions['torch']}", *(f"bundle {b}" for b in where.bundle))
+    rows: list[paged_decode.Row] = []
+    peers: list[Peer] = []
+    figures: list[Figure] = []
+    copy_gbps: float | None = None
+    if options.only != "host":
+        peers = [PEERS[name](device) for name in wanted]
+        copy_gbps = _decode(options.quick, shapes, formats, library, peers, device, rows, say)
+    if options.only != "decode":
+        figures, notes = measure_host(library, device, quick=options.quick)
+        say("", *report.figure_lines(figures), *notes)
+    found = report.to_json(where, copy_gbps, rows, peers, figures)
+    plot = None
+    if rows and copy_gbps is not None:
+        why = plots.roofline(rows, copy_gbps, where.gpu, options.out / "roofline.png")
+        plot = None if why else "roofline.png"
+        if why:
+            say(f"no plot: {why}")
+    (options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (options.out / "results.md").write_text(report.page(where, text, plot=plot), encoding="utf-8")
+    print(f"written: {options.out}/results.json, results.md" + (f", {plot}" if plot else ""), file=stream)
+    if options.json:
+        print(json.dumps(found))
+    return EXIT_FAILED if any(row.ours.time is None for row in rows) else 0
+
+
+def _device(index: int) -> torch.device:
+    if not torch.cuda.is_available():
+        raise DriverError("no CUDA device that torch can use: run this on a machine with a GPU (see nvidia-smi)")
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise DriverError(f"--device {index}: expected 0 to {count - 1}")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    torch.empty(1, device=device)  # makes the primary context current in this thread
+    return device
+
+
+def _decode(
+    quick: bool,
+    shapes: Sequence[Shape],
+    formats: Sequence[str],
+    library: Library,
+    peers: Sequence[Peer],
+    device: torch.device,
+    rows: list[paged_decode.Row],
+    say: Callable[..., None],
+) -> float:
+    """Measure and print all rows; returns the copy rate."""
+    timer = GpuTimer(device, warmup_ms=10, rep_ms=40) if quick else GpuTimer(device)
+    copy_gbps = copy_rate(timer, device, COPY_BYTES // 4 if quick else COPY_BYTES)
+    torch.cuda.empty_cache()
+    present = any(not peer.absent for peer in peers)
+    say(f"device-to-device copy: {copy_gbps:.0f} GB/s, reads and writes counted", "")
+    say(report.HEADER + (report.PEER_HEADER if present else ""))
+    floor = ReadFloor(GpuTimer(device, warmup_ms=5, rep_ms=20 if quick else 50), device, quick=quick)
+    for row in paged_decode.measure(shapes, formats, library, peers, timer, floor, device):
+        rows.append(row)
+        say(report.line(row, copy_gbps, peers=present))
+        torch.cuda.empty_cache()
+    say("", "us: median of CUDA-graph replays, L2 flushed. GB/s: bytes of K and V over that. /copy: share of the copy")
+    say("rate. floor: a plain read of the same bytes, same harness. ours/it: below 1, we are faster.")
+    if floor.why:
+        say(f"no read floor: {floor.why}")
+    say("", *report.peer_lines(rows, peers))
+    return copy_gbps
