@@ -198,7 +198,17 @@ class Plan:
             call = None if check_block_table else self._recent.get(key)
         except TypeError:  # a scale that is no number; the checks will say so
             call = None
-        if out is None or lse is None or call is None or call.moved():
+        if (
+            call is None
+            or out is None  # never so for a known call
+            or lse is None
+            or call.addresses
+            != (
+                q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), out.data_ptr(),
+                lse.data_ptr(),
+            )
+            or (call.others and call.moved())
+        ):  # fmt: skip
             given = (q, k_cache, v_cache, block_table, q_descale, k_descale, v_descale, out, lse, workspace)
             call, out, lse = self._bind(given, (softmax_scale, out_scale), raw, check_block_table)
         if raw != self._ordered:
@@ -337,13 +347,17 @@ class _Recent(dict[tuple[Any, ...], "_Call"]):
 class _Call:
     """The bound launches of one layer, and the arguments that they were bound from."""
 
-    __slots__ = ("_addresses", "_held", "_names", "decode", "key", "reduce", "table_keys")
+    __slots__ = ("_held", "_names", "addresses", "decode", "key", "others", "reduce", "table_keys")
 
     def __init__(self, kernel: Kernel, reduction: Kernel | None, values: tensors.Values) -> None:
         self.decode: BoundLaunch = kernel.bind(_pick(kernel, values))
         self.reduce: BoundLaunch | None = None if reduction is None else reduction.bind(_pick(reduction, values))
         self._names = frozenset(kernel.names), frozenset(() if reduction is None else reduction.names)
         self._held: list[tuple[Any, int | None]] = []
+        self.addresses: tuple[int | None, ...] = ()
+        """Of Q, K, V, the block table, O and LSE."""
+        self.others: list[tuple[Any, int | None]] = []
+        """Descales and the workspace, where they are tensors."""
         self.key: tuple[Any, ...] = ()
         self.table_keys = 0
         """Keys that a row of the block table has room for."""
@@ -366,7 +380,9 @@ class _Call:
 
         # Numbers are kept, so that their ids stay theirs; tensors are not, they belong to the caller.
         self._held = [(weakref.ref(x, gone), x.data_ptr()) if isinstance(x, torch.Tensor) else (x, None) for x in given]
-        self._addresses = [held for held in self._held if held[1] is not None]
+        pointers = [pointer for _, pointer in self._held]
+        self.addresses = (*pointers[:4], *pointers[7:9])
+        self.others = [held for held in (*self._held[4:7], self._held[9]) if held[1] is not None]
         recent[key] = self
 
     def same(self, given: tuple[Any, ...]) -> list[bool]:
@@ -377,8 +393,8 @@ class _Call:
         ]
 
     def moved(self) -> bool:
-        """A remembered tensor has been given other memory."""
-        for reference, pointer in self._addresses:
+        """A descale or workspace among the remembered tensors has been given other memory."""
+        for reference, pointer in self.others:
             tensor = reference()
             if tensor is None or tensor.data_ptr() != pointer:
                 return True
