@@ -67,7 +67,7 @@ class Assembly:
             self._toolkits.add(found.toolkit[0])
         self._ptx_versions.add(version)
         resources = found.resources
-        self._keep(item, dataclasses.replace(record, resources=resources), compiled)
+        self._keep(item, dataclasses.replace(record, resources=resources, params=found.params), compiled)
         self._end(
             dataclasses.replace(
                 row,
@@ -122,7 +122,8 @@ class Assembly:
             for key, artifact in list(self._artifacts.items()):
                 lost = [name for name in artifact.requires if name not in self._artifacts]
                 if lost:
-                    self.fail(self.rows[key], BuildError(f"{key}: needs {', '.join(lost)}, which failed"))
+                    how = "which failed" if all(name in self.items for name in lost) else "which is not asked for"
+                    self.fail(self.rows[key], BuildError(f"{key}: needs {', '.join(lost)}, {how}"))
                     changed = True
 
     def write(self, folder: Path, arch: str, toolchain: dict[str, str], *, merge: bool) -> bool:

@@ -244,8 +244,11 @@ class WorkerPool:
         return result
 
     def _unstartable(self, worker: _Worker, reason: str, detail: str) -> Iterator[JobResult]:
-        """No worker for this arch will start either: fail what waits for one."""
+        """Go on with the workers that did start; where none serves this arch, fail what waits for one."""
         self._end(worker)
+        if any(other.arch == worker.arch for other in self._workers):
+            self.slots = len(self._workers)  # most likely there is no memory for one more
+            return
         for job in self._pending.pop(worker.arch, ()):
             error = CompileError(f"{job.key}: the compile worker cannot start: {reason}")
             yield JobResult(job, 0.0, 0, error=error, detail=detail)

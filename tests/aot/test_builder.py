@@ -194,6 +194,21 @@ def test_a_compiler_that_cannot_be_loaded_fails_each_key_once_and_quickly(run_bu
     ]
 
 
+def test_one_worker_that_cannot_start_leaves_the_work_to_the_others(
+    run_build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_ONCE", str(tmp_path / "once"))
+    report = run_build(toy_items(THREE), compile_entry="toy_once:compile_fake", jobs=2)
+    assert [r.status for r in report.rows] == ["built"] * 3
+    assert report.workers == 2
+
+
+def test_a_subset_without_what_it_needs_says_so(run_build: Run) -> None:
+    items = [i for i in toy_items("{arch: sm_110a, width: 1, helper: true}") if i.config.impl == "scale"]
+    report = run_build(items)
+    assert str(report.rows[0].error).endswith("needs toy-sm_110a-helper, which is not asked for")
+
+
 def test_an_uninstalled_compiler_is_said_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,10 +255,11 @@ def most_at_once(run_build: Run, **options: object) -> int:
 
 
 def test_jobs_and_memory_bound_the_workers(run_build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOY_SLOW", "0.1")
+    monkeypatch.setenv("TOY_SLOW", "0.3")
     assert most_at_once(run_build, jobs=3, memory_bytes=1 << 40) == 3
-    assert most_at_once(run_build, jobs=3, memory_bytes=1, force=True) == 1
     assert most_at_once(run_build, jobs=3, memory_bytes=2 * pool.WORKER_MEMORY, force=True) == 2
+    monkeypatch.setenv("TOY_SLOW", "0")
+    assert most_at_once(run_build, jobs=3, memory_bytes=1, force=True) == 1  # one always runs
 
 
 def test_workers_that_turn_out_greedy_become_fewer(run_build: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +277,11 @@ def _with_small_estimate(original: Callable) -> Callable:
         original(self, *args, **{**options, "worker_memory": 32 << 20})
 
     return init
+
+
+def test_memory_that_is_free_is_some_of_what_there_is() -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < pool.available_memory() <= total
 
 
 def test_progress_tells_every_key_once(run_build: Run) -> None:
