@@ -118,8 +118,18 @@ def _cost(began: float) -> dict[str, Any]:
 
 
 def _first_line(error: BaseException) -> str:
+    """An exception in one line: its heading, what a heading that ends in a colon announces, and the place.
+
+    The compiler's messages are pages in colour, with the place in the user's code behind an arrow.
+    """
     lines = [line.strip() for line in _ANSI.sub("", str(error)).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    said = lines[0]
+    if said.endswith(":") and len(lines) > 1:
+        said = f"{said} {lines[1]}"
+    places = [line.removeprefix("-->").strip() for line in lines if line.startswith("-->")]
+    return f"{type(error).__name__}: {said}" + (f" (at {places[0]})" if places else "")
 
 
 def _detail() -> str:
