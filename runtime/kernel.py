@@ -84,14 +84,15 @@ class BoundLaunch:
     Parameters are copied by the driver when `launch` returns, so a later `update` disturbs no earlier launch.
     """
 
-    __slots__ = ("_arguments", "_generation", "_prepared", "_run", "_values", "kernel")
+    __slots__ = ("_arguments", "_generation", "_prepared", "_values", "enqueue", "kernel")
 
     def __init__(
         self, kernel: Kernel, arguments: ArgumentPlan, prepared: PreparedLaunch, values: dict[str, Value]
     ) -> None:
         self.kernel = kernel
         self._arguments, self._prepared, self._values = arguments, prepared, values
-        self._run = prepared.launch
+        self.enqueue = prepared.launch
+        """`launch` without the check for a fork, for callers that make it once for several launches."""
         self._generation = process.generation
 
     @property
@@ -129,4 +130,4 @@ class BoundLaunch:
         """Enqueue on a raw stream handle of the kernel's device (0: the default stream). Raises DriverError."""
         if self._generation != process.generation:
             process.check(self._generation, repr(self.kernel))
-        self._run(stream)
+        self.enqueue(stream)

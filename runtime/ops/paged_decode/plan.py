@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch  # noqa: TID253 - only op.py imports this module
 
+from cubinery.runtime import process
 from cubinery.runtime.errors import ArgumentError, CaptureError, PlanError
 from cubinery.runtime.kernel import BoundLaunch, Kernel
 from cubinery.runtime.ops.paged_decode import tensors
@@ -45,6 +46,7 @@ class Plan:
         """Use `PagedDecode.plan`."""
         self.decode, self.config = decode, config
         self._driver = decode.library.driver
+        self._generation = process.generation
         self._check_not_capturing("plan", stream)
         self.shape = tensors.Shape(
             len(lengths), decode.q_len, num_q_heads, num_kv_heads, decode.head_dim, decode.page_size,
@@ -213,9 +215,10 @@ class Plan:
             call, out, lse = self._bind(given, (softmax_scale, out_scale), raw, check_block_table)
         if raw != self._ordered:
             self._order(raw)
-        call.decode.launch(raw)
-        if call.reduce is not None:
-            call.reduce.launch(raw)
+        if self._generation != process.generation:
+            process.check(self._generation, repr(self))
+        for enqueue in call.launches:
+            enqueue(raw)
         return out, lse
 
     # -- inside --------------------------------------------------------------------------------
@@ -347,11 +350,12 @@ class _Recent(dict[tuple[Any, ...], "_Call"]):
 class _Call:
     """The bound launches of one layer, and the arguments that they were bound from."""
 
-    __slots__ = ("_held", "_names", "addresses", "decode", "key", "others", "reduce", "table_keys")
+    __slots__ = ("_held", "_names", "addresses", "decode", "key", "launches", "others", "reduce", "table_keys")
 
     def __init__(self, kernel: Kernel, reduction: Kernel | None, values: tensors.Values) -> None:
         self.decode: BoundLaunch = kernel.bind(_pick(kernel, values))
         self.reduce: BoundLaunch | None = None if reduction is None else reduction.bind(_pick(reduction, values))
+        self.launches = tuple(bound.enqueue for bound in (self.decode, self.reduce) if bound is not None)
         self._names = frozenset(kernel.names), frozenset(() if reduction is None else reduction.names)
         self._held: list[tuple[Any, int | None]] = []
         self.addresses: tuple[int | None, ...] = ()
