@@ -1,0 +1,164 @@
+"""Decode problems on any device: caches in every layout, with poison wherever a kernel must not look.
+
+Unused pages and rows past a sequence's end hold NaN, in K and in V; padding of the block table holds garbage;
+outputs and workspace start as NaN between guard bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from cubinery.runtime.ops.paged_decode.layouts import Layout, kv_views, storage_shapes
+
+GARBAGE = np.array([-1, 2**31 - 1, -(2**31), 123456789], np.int32)
+"""What fills a block table past the sequence's end."""
+E4M3_NAN = 0x7F
+GUARD = 0xA5
+GUARD_BYTES = 512
+
+
+@dataclass
+class Case:
+    """One problem. The same fields and seed give the same content in every layout."""
+
+    lengths: Sequence[int]
+    device: torch.device
+    h_q: int = 8
+    h_k: int = 2
+    d: int = 128
+    page_size: int = 16
+    kv_format: str = "fp8"
+    q_len: int = 1
+    causal: bool = True
+    layout: Layout = "hnd"
+    seed: int = 0
+    k_std: float = 1.0
+    spare_blocks: int = 2
+    """Columns of the block table past the longest sequence."""
+    shared_pages: bool = False
+    """All sequences read the same pages, so tails of shorter ones hold values instead of NaN."""
+    q: torch.Tensor = field(init=False)
+    k: torch.Tensor = field(init=False)
+    """The logical view (num_pages, page_size, h_k, d) that a kernel is given."""
+    v: torch.Tensor = field(init=False)
+    raw: dict[str, torch.Tensor] = field(init=False)
+    """The same memory as `k` and `v` in a dtype that torch can index: uint8 codes or bfloat16."""
+    table: torch.Tensor = field(init=False)
+    live: torch.Tensor = field(init=False)
+    """(num_pages, page_size): rows that some sequence holds."""
+
+    def __post_init__(self) -> None:
+        self.lengths = [int(n) for n in self.lengths]
+        rng = np.random.default_rng(self.seed)
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        table, live = self._place(rng)
+        self.table = torch.from_numpy(table).to(self.device)
+        self.live = torch.from_numpy(live).to(self.device)
+        logical = (len(live), self.page_size, self.h_k, self.d)
+        shapes = storage_shapes(
+            self.layout, num_pages=len(live), page_size=self.page_size, num_kv_heads=self.h_k, row=self.d
+        )
+        dtype = torch.uint8 if self.kv_format == "fp8" else torch.bfloat16
+        views = kv_views(self.layout, *[torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes])
+        self.raw = dict(zip("kv", views, strict=True))
+        for name, std in (("k", self.k_std), ("v", 1.0)):
+            values = torch.randn(logical, generator=generator, device=self.device) * std
+            self.raw[name].copy_(self.encode(values))
+            self.raw[name][~self.live] = E4M3_NAN if self.kv_format == "fp8" else float("nan")
+        self.k, self.v = (self.kernel_view(self.raw[name]) for name in "kv")
+        shape = (len(self.lengths) * self.q_len, self.h_q, self.d)
+        self.q = torch.randn(shape, generator=generator, device=self.device).bfloat16()
+
+    def _place(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """(block table, live rows): pages in random order, garbage past each sequence's end."""
+        blocks = [-(-n // self.page_size) for n in self.lengths]
+        used = max(blocks) if self.shared_pages else sum(blocks)
+        order = rng.permutation(used + 3).astype(np.int32)
+        shape = (len(blocks), max(blocks) + self.spare_blocks)
+        table = GARBAGE[rng.integers(0, len(GARBAGE), shape)]
+        live = np.zeros((used + 3, self.page_size), bool)
+        taken = 0
+        for seq, (count, length) in enumerate(zip(blocks, self.lengths, strict=True)):
+            pages = order[:count] if self.shared_pages else order[taken : taken + count]
+            table[seq, :count] = pages
+            keys = np.arange(length)
+            live[pages[keys // self.page_size], keys % self.page_size] = True
+            taken += count
+        return table, live
+
+    # -- content -------------------------------------------------------------------------------
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Floats as the cache stores them."""
+        if self.kv_format == "fp8":
+            return values.to(torch.float8_e4m3fn).view(torch.uint8)
+        return values.to(torch.bfloat16)
+
+    def kernel_view(self, raw: torch.Tensor) -> torch.Tensor:
+        """Stored elements as a kernel takes them."""
+        return raw.view(torch.float8_e4m3fn) if self.kv_format == "fp8" else raw
+
+    def fill(self, name: str, value: float) -> None:
+        """One value in every live row of K or V; poison stays."""
+        self.raw[name][self.live] = self.encode(torch.tensor(value, device=self.device))
+
+    def rows(self, seq: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(page, row in page) of keys of a sequence."""
+        keys = torch.as_tensor(positions, device=self.device, dtype=torch.long)
+        return self.table[seq].long()[keys // self.page_size], keys % self.page_size
+
+    def write(self, name: str, seq: int, positions: Sequence[int], values: torch.Tensor | float) -> None:
+        """Rows of K or V at some keys of a sequence; `values` broadcasts to (len(positions), h_k, d)."""
+        stored = self.encode(torch.as_tensor(values, dtype=torch.float32, device=self.device))
+        self.raw[name][self.rows(seq, positions)] = stored
+
+    def read(self, name: str, seq: int, positions: Sequence[int]) -> torch.Tensor:
+        """fp32 (len(positions), h_k, d) of K or V at some keys of a sequence."""
+        return self.kernel_view(self.raw[name][self.rows(seq, positions)]).float()
+
+    # -- for the call --------------------------------------------------------------------------
+
+    @property
+    def group(self) -> int:
+        return self.h_q // self.h_k
+
+    @property
+    def heads(self) -> dict[str, int]:
+        return {"num_q_heads": self.h_q, "num_kv_heads": self.h_k}
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q, self.k, self.v, self.table
+
+    def rows_of(self, out: torch.Tensor) -> torch.Tensor:
+        """O as (num_seqs, h_k, q_len, group, d)."""
+        split = out.reshape(len(self.lengths), self.q_len, self.h_k, self.group, self.d)
+        return split.transpose(1, 2)
+
+
+class Guarded:
+    """A contiguous tensor of 0xFF bytes (NaN in bf16 and fp32) between guard bytes."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        size = int(np.prod(shape)) * dtype.itemsize
+        self.memory = torch.full((size + 2 * GUARD_BYTES,), GUARD, dtype=torch.uint8, device=device)
+        inner = self.memory[GUARD_BYTES : GUARD_BYTES + size]
+        inner.fill_(0xFF)
+        self.tensor = inner.view(dtype).view(tuple(shape))
+
+    def check(self, what: str) -> None:
+        """Nothing was written outside. Waits for the device."""
+        edges = torch.cat([self.memory[:GUARD_BYTES], self.memory[-GUARD_BYTES:]])
+        assert bool((edges == GUARD).all()), f"bytes beside {what} were overwritten"
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Equal shape and equal bytes: distinguishes zeros by sign, and NaN equals itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
