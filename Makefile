@@ -24,7 +24,7 @@ ARCHS := $(subst $(comma), ,$(ARCH))
 ARCH_FLAGS  = $(foreach a,$(ARCHS),--arch $(a))
 BUILD_FLAGS = $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) --out $(OUT) $(if $(JOBS),--jobs $(JOBS))
 
-.PHONY: help kernels test lint format type contract wheel gpu-test bench clean distclean install need-arch
+.PHONY: help kernels test lint format type contract wheel gpu-test bench bench-host bench-build clean distclean install need-arch
 
 help:  ## Show this list
 	@echo "Targets (variables: ARCH, SPEC, OUT, JOBS, BUNDLE, DIST, PYTEST_ARGS, PYTHON):"
@@ -85,6 +85,12 @@ gpu-test:  ## Run the GPU tests against BUNDLE=... (needs no compiler)
 
 bench:  ## Measure BUNDLE=... on this machine's GPU and draw the roofline (needs no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks $(BENCH_ARGS)
+
+bench-host:  ## Measure only the host time of the runtime with BUNDLE=... (needs a GPU and no compiler)
+	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks --only host $(BENCH_ARGS)
+
+bench-build: need-arch $(STAMP)  ## Measure how well a build for ARCH=... uses this machine (needs no GPU)
+	@$(PY) -m benchmarks.build $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) $(if $(JOBS),--jobs $(JOBS)) $(BENCH_ARGS)
 
 clean:  ## Remove what builds and tools wrote; keeps .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -107,10 +107,11 @@ def lines(e: Efficiency) -> list[str]:
     return [f"{name:<52} {measured:>10} {target:>10}  {ok}".rstrip() for name, measured, target, ok in rows]
 
 
-def run_build(arch: str, specs: Sequence[str], out: Path, cache: Path, jobs: int | None) -> Build:
+def run_build(archs: Sequence[str], specs: Sequence[str], out: Path, cache: Path, jobs: int | None) -> Build:
     """Run the build command as a user does. Raises BuildFailed with its first complaint."""
-    command = [sys.executable, str(ROOT / "build_kernels.py"), "build", "--arch", arch, "--json"]
+    command = [sys.executable, str(ROOT / "build_kernels.py"), "build", "--json"]
     command += ["--out", str(out), "--cache", str(cache)]
+    command += [part for arch in archs for part in ("--arch", arch)]
     command += [part for spec in specs for part in ("--spec", spec)]
     if jobs is not None:
         command += ["--jobs", str(jobs)]
@@ -128,13 +129,15 @@ def _complaint(done: subprocess.CompletedProcess[str]) -> str:
         return f"{len(failed)} keys failed, the first with {failed[0]['error_type']}: {failed[0]['error']}"
     except (ValueError, KeyError, IndexError, TypeError):
         said = (done.stderr or done.stdout).strip().splitlines()
-        return said[-1].removeprefix("cubinery: error: ") if said else f"the build ended with exit code {done.returncode}"
+        return (
+            said[-1].removeprefix("cubinery: error: ") if said else f"the build ended with exit code {done.returncode}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit code."""
     p = argparse.ArgumentParser(prog="python -m benchmarks.build", description=__doc__.splitlines()[0])
-    p.add_argument("--arch", required=True, help="one arch, such as sm_110a")
+    p.add_argument("--arch", action="append", required=True, help="such as sm_110a; repeat for several")
     p.add_argument(
         "--spec", action="append", default=[], metavar="FILE", help="default: every top-level spec but smoke"
     )

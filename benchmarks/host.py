@@ -26,13 +26,14 @@ import torch
 
 from benchmarks import launch_loop
 from benchmarks.shapes import Problem, Shape
+from benchmarks.timing import wait
 from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.kernel import BoundLaunch
 from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import MANIFEST_NAME, Artifact, Manifest
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.op import PagedDecode, Plan
-from cubinery.runtime.ops.paged_decode.streams import Upload
+from cubinery.runtime.ops.paged_decode.streams import Upload, raw_stream
 
 _cuda: Any = torch.cuda  # partly untyped
 
@@ -77,7 +78,7 @@ def measure(library: Library, device: torch.device, *, quick: bool = False) -> t
             *_first_launches(library, device, most=4 if quick else 16),
             _import(repeats=3 if quick else 7),
         ]
-        torch.cuda.synchronize(device)
+        wait(device)
     return figures, notes
 
 
@@ -126,7 +127,7 @@ def _contestants(plan: Plan, problem: Problem, loop: launch_loop.Loop | None) ->
     out = torch.empty_like(problem.q)
     lse = torch.empty(plan.shape.lse, dtype=torch.float32, device=device)
     workspace = torch.empty(max(16, plan.workspace_bytes()), dtype=torch.uint8, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = raw_stream(device)
 
     def run() -> None:
         plan.run(problem.q, problem.k, problem.v, problem.table, out=out, lse=lse, workspace=workspace)
@@ -159,9 +160,9 @@ def _in_turns(contestants: dict[str, Callable[[], float]], device: torch.device,
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(bursts):
         for name, contestant in contestants.items():
-            torch.cuda.synchronize(device)
+            wait(device)
             found[name].append(contestant())
-    torch.cuda.synchronize(device)
+    wait(device)
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -192,7 +193,7 @@ def _plans(library: Library, device: torch.device, *, repeats: int) -> Iterator[
                 decode.plan(given, num_q_heads=64, num_kv_heads=8)
                 whole.append((time.perf_counter_ns() - began) / 1e3)
                 before.append((marks[-1] - began) / 1e3)
-        torch.cuda.synchronize(device)
+        wait(device)
         yield Figure(
             f"plan of 256 sequences from {title}, before the upload", statistics.median(before), "us", PLAN_TARGET_US
         )
@@ -266,15 +267,14 @@ def _first_launches(library: Library, device: torch.device, *, most: int) -> Ite
         problem = Problem(Shape("first", 8, 1, head_dim, page_size, (1024,)), kv_format, device)
         plan = decode.plan([1024], num_q_heads=8, num_kv_heads=1, force_splits=2)
         kept = plan.run(problem.q, problem.k, problem.v, problem.table)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        fresh = Library.open(roots)
-        fresh.archs_for(decode.device)  # starts its driver: a process does that once, not at every key
+        stream = raw_stream(device)
+        fresh = Library.open(roots, driver=library.driver)  # which a process starts once, not at every key
         for bound in _bound(plan):
-            torch.cuda.synchronize(device)
+            wait(device)
             began = time.perf_counter_ns()
             fresh.kernel(bound.kernel.key, decode.device, stream=stream).launch(bound.values, stream)
             spent = (time.perf_counter_ns() - began) / 1e6
-            torch.cuda.synchronize(device)
+            wait(device)
             times[bound.kernel.key] = max(spent, times.get(bound.kernel.key, 0.0))
         del kept
     if not times:

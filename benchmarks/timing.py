@@ -15,6 +15,12 @@ FLUSH_BYTES = 256 << 20
 LEAST_REPEATS, MOST_REPEATS = 10, 1000
 
 
+def wait(device: torch.device) -> None:
+    """Wait for all work of a device; tensors on the CPU have none."""
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True, slots=True)
 class Time:
     """Microseconds over many calls."""

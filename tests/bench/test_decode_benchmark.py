@@ -1,0 +1,186 @@
+"""The decode benchmark on the host: what it proves before it times, and what it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import FakeDriver, Launch, write_bundle
+from host_kernels import HostKernels
+
+from benchmarks import cli, plots, report
+from benchmarks.ceilings import ReadFloor
+from benchmarks.paged_decode import OURS, Result, Row, measure
+from benchmarks.shapes import SHAPES, Problem, Shape
+from benchmarks.timing import Time
+from cubinery.runtime.errors import CubineryError
+from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.select import Problem as Selected
+from cubinery.runtime.ops.paged_decode.select import select
+
+CPU = torch.device("cpu")
+SMALL = Shape("small", 8, 2, 128, 16, (300, 17), 2)
+
+
+class CountingTimer:
+    """Runs what it is given, and says how often."""
+
+    def __init__(self) -> None:
+        self.timed = 0
+
+    def capture(self, call: Callable[[], object]) -> Callable[[], object]:
+        return call
+
+    def time(self, call: Callable[[], object]) -> Time:
+        call()
+        self.timed += 1
+        return Time(10.0, 9.0, 11.0, 1)
+
+
+class TorchPeer:
+    """A peer that computes the reference, or (`factor`) something else, or raises."""
+
+    version, absent = "1", ""
+
+    def __init__(self, name: str, factor: float = 1.0) -> None:
+        self.name, self.factor = name, factor
+
+    def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
+        if not self.factor:
+            raise RuntimeError("page size 16 is not served\nand more")
+        return lambda: self.factor * torch.cat([problem.reference(i)[0] for i in range(len(problem.blocks))])
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    from cubinery.runtime.arch import resolve
+
+    config = select(Selected(head_dim=128, page_size=16, kv_format="fp8", group_size=4, q_len=2), resolve("sm_90a"))
+    write_bundle(tmp_path, "sm_90a", [config, *config.requires()])
+    driver = FakeDriver(("sm_90a",))
+    driver.on_launch = HostKernels(2, config.row_tile, 2, causal=True)
+    return Library.open(tmp_path, driver=driver)
+
+
+def rows_of(library: Library, peers: list[Any], timer: CountingTimer, shape: Shape = SMALL) -> list[Row]:
+    return list(measure([shape], ["fp8"], library, peers, timer, None, CPU))
+
+
+def test_a_right_kernel_and_a_right_peer_are_timed(library: Library) -> None:
+    timer = CountingTimer()
+    (row,) = rows_of(library, [TorchPeer("right")], timer)
+    assert row.ours.time is not None, row.ours.error
+    assert "mma" in row.ours.detail
+    assert timer.timed == 2
+    assert row.best_peer == ("right", 10.0)
+    assert row.kv_bytes == 317 * 2 * 128 * 2
+
+
+@pytest.mark.parametrize("damage", ["scale", "does nothing"])
+def test_a_wrong_kernel_is_never_timed(library: Library, damage: str) -> None:
+    driver: Any = library.driver
+    right = driver.on_launch
+
+    def off_by_a_percent(launch: Launch) -> None:
+        launch.values["scale_qs"] *= 1.01
+        right(launch)
+
+    driver.on_launch = off_by_a_percent if damage == "scale" else lambda launch: None
+    timer = CountingTimer()
+    (row,) = rows_of(library, [], timer)
+    assert row.ours.time is None
+    assert row.ours.error.startswith("wrong result, sequence 0: O relative L2")
+    assert timer.timed == 0
+
+
+def test_wrong_and_failing_peers_have_a_reason_and_no_time(library: Library) -> None:
+    timer = CountingTimer()
+    (row,) = rows_of(library, [TorchPeer("wrong", 1.2), TorchPeer("failing", 0.0)], timer)
+    assert row.results["wrong"].error.startswith("wrong result, sequence 0")
+    assert row.results["failing"].error == "RuntimeError: page size 16 is not served"
+    assert row.best_peer is None
+    assert timer.timed == 1
+
+
+def test_a_missing_kernel_is_a_row_that_names_it(library: Library) -> None:
+    (row,) = rows_of(library, [], CountingTimer(), dataclasses.replace(SMALL, page_size=64))
+    assert "KernelNotFoundError: no kernel 'paged_decode-sm_90a-mma-d128-p64-kvfp8-q2'" in row.ours.error
+
+
+def test_reference_against_the_tests_own() -> None:
+    from cubinery.aot.references.paged_decode import paged_attention
+
+    problem = Problem(SMALL, "bf16", CPU)
+    o, lse = paged_attention(problem.q, problem.k, problem.v, problem.host_table, list(SMALL.lens), q_len=SMALL.q_len)
+    for seq in (0, 1):
+        found_o, found_lse = problem.reference(seq)
+        torch.testing.assert_close(found_o, torch.from_numpy(o[2 * seq : 2 * seq + 2]))
+        torch.testing.assert_close(found_lse, torch.from_numpy(lse[seq]))
+
+
+def results(*, peers: bool, error: str = "") -> list[Row]:
+    ours = Result(error=error) if error else Result(Time(123456.7, 1, 2, 3))
+    found = {OURS: ours} | ({"flashinfer_fa2": Result(Time(99999.9, 1, 2, 3))} if peers else {})
+    return [Row(shape, kv, Time(88888.8, 1, 2, 3), dict(found)) for shape in SHAPES for kv in ("fp8", "bf16")]
+
+
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("error", ["", "x" * 300])
+def test_tables_fit_a_terminal(peers: bool, error: str) -> None:
+    lines = [report.line(row, 4000.0, peers=peers) for row in results(peers=peers, error=error)]
+    header = report.HEADER + (report.PEER_HEADER if peers else "")
+    assert max(map(len, [header, *lines])) <= 120
+    if not error:
+        assert {len(text) for text in lines} == {len(header)}
+
+
+def test_the_plot_is_drawn_or_its_lack_explained(tmp_path: Path) -> None:
+    why = plots.roofline(results(peers=True), 4000.0, "a GPU", tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").exists() != bool(why)
+    assert not why or "pip install matplotlib" in why
+
+
+def test_json_holds_every_figure(library: Library) -> None:
+    rows = rows_of(library, [TorchPeer("wrong", 1.2)], CountingTimer())
+    found = json.loads(json.dumps(report.to_json(report.machine(library, 0), 1000.0, rows, [], [])))
+    (row,) = found["rows"]
+    assert row["results"][OURS]["gbps"] == pytest.approx(row["kv_bytes"] / 10 / 1e3)
+    assert row["results"][OURS]["of_copy"] == pytest.approx(row["kv_bytes"] / 10 / 1e6)
+    assert "wrong result" in row["results"]["wrong"]["error"]
+    assert found["machine"]["bundle"][0].startswith("sm_90a: 2 keys")
+
+
+def test_no_floor_says_why() -> None:
+    floor = ReadFloor(CountingTimer(), CPU)
+    if floor.why:
+        assert floor.time(1 << 20) is None
+        assert "triton" in floor.why
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shapes", "nothing"], "--shapes 'nothing' matches none of llama70b_b128_2k"),
+        (["--formats", "fp4"], "--formats 'fp4': expected one or more of fp8, bf16"),
+        (["--peers", "fa9"], "--peers 'fa9': expected one or more of flashinfer_fa2, flashinfer_xqa, fa3_vllm, none"),
+        (["--bundle", "/nowhere"], "/nowhere: no such folder"),
+    ],
+)
+def test_bad_options_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == cli.EXIT_USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"benchmarks: error: {said}")
+    assert captured.err.count("\n") == 1
+
+
+def test_choices() -> None:
+    assert [s.name for s in cli.choose_shapes("b1_4k, d256")] == ["llama8b_b1_4k", "d256_b1_8k", "d256_b1_128k"]
+    assert cli.choose("--peers", "none", ["a"], none=True) == []
+    with pytest.raises(CubineryError, match="expected one or more of a, none"):
+        cli.choose("--peers", "", ["a"], none=True)
