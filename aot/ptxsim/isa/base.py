@@ -247,7 +247,8 @@ class Compiled:
     `fn(*sources)` takes one array of raw bits a source, of the NumPy type `DTYPES[src[i]]`, broadcastable to
     (warps, 32) (a constant comes as a 0-d array or NumPy scalar), and returns one array, or a tuple
     of as many arrays as `dst` has entries, of raw bits of `DTYPES[dst[i]]` and shape (warps, 32) or
-    broadcastable to it. It must tolerate garbage in lanes that do not execute, and never warn.
+    broadcastable to it. It must tolerate garbage in lanes that do not execute: the machine runs all compiled
+    code inside one `np.errstate(all="ignore")`, because arithmetic on garbage overflows.
 
     `text` is a Python expression for a single result. `{0}`, `{1}` stand for the raw bits of the sources;
     `{0:f32}`, `{1:s64}` for the bits seen as another type of the same width (VIEWS); `np` is NumPy. The value's
@@ -267,6 +268,10 @@ class Compiled:
     """Every lane of the warp (or of `membermask`) must execute it together: `.sync`, `.aligned`."""
     membermask: int = -1
     """Index in the flattened sources of the member mask operand; -1 where all 32 lanes take part."""
+    carry_in: bool = False
+    """Reads the condition code (`addc`): `src` ends in an implicit `pred` that is no operand of the text."""
+    carry_out: bool = False
+    """Writes the condition code (`add.cc`): `dst` ends in an implicit `pred` that is no operand of the text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,173 @@
+"""f16, bf16 and their packed pairs (PTX ISA 9.7.4), each result rounded once.
+
+Sources are widened to float64, where sums and products of halves have room: products are exact, and a sum's error
+is kept by rounding to odd (rounding.py), so that the one rounding to the half is that of the exact value, for fused
+multiply-add too. A NaN result is 0x7fff. `.ftz` (f16 only) flushes inputs and results; `.sat` clamps to [0, 1];
+`.relu` clamps negative results to +0 and keeps NaN. `ex2` and `tanh` are rounded from float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from cubinery.aot.ptxsim.isa.base import Compiled, Instr, Modifiers, Operation, register_type
+from cubinery.aot.ptxsim.isa.float32 import extremes_of
+from cubinery.aot.ptxsim.isa.formats import FORMATS, decode, encode
+from cubinery.aot.ptxsim.isa.rounding import to_odd, two_sum
+from cubinery.aot.ptxsim.isa.values import NAN16, Array, packed16
+
+KINDS = ("f16", "f16x2", "bf16", "bf16x2")
+TYPES = frozenset(KINDS)
+
+_LEAST_NORMAL = {"f16": 2.0**-14, "bf16": 2.0**-126}
+
+
+def widen(bits: Array, name: str) -> Array:
+    """Raw bits of f16 or bf16 as float64."""
+    return decode(bits, name).astype(np.float64)
+
+
+def narrow(value: Array, name: str) -> Array:
+    """float64 values (exact or rounded to odd) as raw bits of f16 or bf16, to nearest even, NaN canonical."""
+    if name == "f16":
+        bits = np.asarray(value).astype(np.float16).view(np.uint16)
+        return np.where(np.isnan(value), NAN16, bits)
+    return encode(np.asarray(value), FORMATS[name]).astype(np.uint16)
+
+
+def _flush(value: Array, name: str) -> Array:
+    return value * (np.abs(value) >= _LEAST_NORMAL[name])
+
+
+def _clamp_unit(value: Array) -> Array:
+    return np.where(value > 0, np.minimum(value, 1.0), 0.0)
+
+
+def _clamp_negative(value: Array) -> Array:
+    return np.where(np.isnan(value) | (value > 0), value, 0.0)
+
+
+def on_bits(
+    fn: Callable[..., Array], name: str, ftz: bool = False, sat: bool = False, relu: bool = False
+) -> Callable[..., Array]:
+    """A function of float64 values (its result exact or rounded to odd) as one of raw bits of f16 or bf16."""
+
+    def function(*sources: Array) -> Array:
+        values = [widen(source, name) for source in sources]
+        if ftz:
+            values = [_flush(value, name) for value in values]
+        result = fn(*values)
+        if sat:
+            result = _clamp_unit(result)
+        if relu:
+            result = _clamp_negative(result)
+        if not ftz:
+            return narrow(result, name)
+        # Whether a result is subnormal is decided after rounding.
+        return narrow(_flush(widen(narrow(result, name), name), name), name)
+
+    return function
+
+
+def _build(instr: Instr, kind: str, count: int, fn: Callable[..., Array]) -> Compiled:
+    register = register_type(kind)
+    return Compiled((register,), (register,) * count, packed16(fn) if kind.endswith("x2") else fn)
+
+
+def _scalar(kind: str) -> str:
+    return kind.removesuffix("x2")
+
+
+def _sum(a: Array, b: Array) -> Array:
+    return to_odd(*two_sum(a, b))
+
+
+_FUNCTIONS: dict[str, Callable[..., Array]] = {
+    "add": _sum,
+    "sub": lambda a, b: _sum(a, -b),
+    "mul": lambda a, b: a * b,
+    "fma": lambda a, b, c: _sum(a * b, c),
+}
+
+
+def arithmetic(instr: Instr) -> Compiled:
+    """9.7.4.1 add, .2 sub, .3 mul, .4 fma, all to nearest even."""
+    mods = Modifiers(instr)
+    fused = instr.opcode == "fma"
+    if not mods.take("rn") and fused:
+        instr.unknown("fma needs its rounding mode .rn")
+    ftz, sat = mods.take("ftz"), mods.take("sat")
+    relu = fused and mods.take("relu")
+    kind = mods.expect(*KINDS)
+    mods.done()
+    if kind.startswith("bf16") and (ftz or sat):
+        instr.unknown(".ftz and .sat do not apply to .bf16")
+    if relu and sat:
+        instr.unknown(".relu and .sat exclude each other")
+    function = on_bits(_FUNCTIONS[instr.opcode], _scalar(kind), ftz, sat, relu)
+    return _build(instr, kind, 3 if fused else 2, function)
+
+
+def _sign_only(text: str, pair: str) -> Callable[[Instr], Compiled]:
+    def specialise(instr: Instr) -> Compiled:
+        """9.7.4.5 neg, 9.7.4.6 abs: the sign bit, also of a NaN; .ftz flushes first."""
+        mods = Modifiers(instr)
+        ftz = mods.take("ftz")
+        kind = mods.expect(*KINDS)
+        mods.done()
+        if ftz and kind.startswith("bf16"):
+            instr.unknown(".ftz does not apply to .bf16")
+        if not ftz:
+            register = register_type(kind)
+            return Compiled((register,), (register,), text=pair if kind.endswith("x2") else text)
+        change = np.negative if instr.opcode == "neg" else np.abs
+        return _build(instr, kind, 1, on_bits(change, _scalar(kind), ftz))
+
+    return specialise
+
+
+def min_max(instr: Instr) -> Compiled:
+    """9.7.4.7 min, 9.7.4.8 max: .NaN propagates NaN, .xorsign.abs takes magnitudes and the product of signs."""
+    mods = Modifiers(instr)
+    ftz, propagate = mods.take("ftz"), mods.take("NaN")
+    xorsign, absolute = mods.take("xorsign"), mods.take("abs")
+    kind = mods.expect(*KINDS)
+    mods.done()
+    count = len(instr.operands) - 1
+    if xorsign != absolute or (xorsign and count == 3):
+        instr.unknown(".xorsign and .abs go together, with two sources")
+    function = extremes_of(instr.opcode == "max", propagate, absolute, xorsign, count)
+    return _build(instr, kind, count, on_bits(function, _scalar(kind), ftz))
+
+
+def transcendental(instr: Instr) -> Compiled:
+    """9.7.4.10 ex2, 9.7.4.9 tanh: .approx, correctly rounded here but for the error of float64's own functions.
+
+    PTX allows f16 ex2 a relative error of 2**-9.9, bf16 2**-7, tanh 2**-10.987 and 2**-8 absolute.
+    """
+    mods = Modifiers(instr)
+    mods.expect("approx")
+    ftz = mods.take("ftz")
+    kind = mods.expect(*KINDS)
+    mods.done()
+    bf16 = kind.startswith("bf16")
+    if ftz != bf16 and instr.opcode == "ex2":
+        instr.unknown("ex2 takes .ftz with .bf16 and only then")
+    if ftz and instr.opcode == "tanh":
+        instr.unknown("tanh takes no .ftz")
+    function: Callable[..., Array] = np.exp2 if instr.opcode == "ex2" else np.tanh
+    return _build(instr, kind, 1, on_bits(partial(function), _scalar(kind), ftz))
+
+
+OPCODES: dict[str, Operation] = {
+    **{name: Operation(arithmetic) for name in _FUNCTIONS},
+    "neg": Operation(_sign_only("{0} ^ 0x8000", "{0} ^ 0x80008000")),
+    "abs": Operation(_sign_only("{0} & 0x7fff", "{0} & 0x7fff7fff")),
+    "min": Operation(min_max),
+    "max": Operation(min_max),
+    "ex2": Operation(transcendental),
+    "tanh": Operation(transcendental),
+}
