@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from gpu.report import write_report
-from gpu.running import MEASURED, Gpu
+from gpu.running import MEASURED, Gpu, Recording
 
 from cubinery.runtime.errors import BundleError
 from cubinery.runtime.families import parse_key
@@ -55,6 +55,20 @@ def gpu(bundle: Path) -> Gpu:
     assert isinstance(library, Library)
     torch.backends.cuda.matmul.allow_tf32 = False
     return Gpu(library, torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.fixture
+def launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Symbols of the kernels that plans made in this test enqueue, in order."""
+    driver = gpu.library.driver
+    found: list[str] = []
+    prepare = driver.prepare
+
+    def recording(kernel: Any, *rest: Any) -> Recording:
+        return Recording(prepare(kernel, *rest), kernel.symbol, found)
+
+    monkeypatch.setattr(driver, "prepare", recording)
+    return found
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

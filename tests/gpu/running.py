@@ -108,3 +108,15 @@ class Gpu:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class Recording:
+    """A prepared launch that notes its kernel's symbol whenever it is enqueued in `into`."""
+
+    def __init__(self, inner: Any, symbol: str, into: list[str]) -> None:
+        self.inner, self.symbol, self.into = inner, symbol, into
+        self.params, self.set_grid = inner.params, inner.set_grid
+
+    def launch(self, stream: int) -> None:
+        self.into.append(self.symbol)
+        self.inner.launch(stream)

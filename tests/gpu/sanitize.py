@@ -1,0 +1,90 @@
+"""Launches for compute-sanitizer: every path of the kernels, on problems small enough for its slowest tool.
+
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize.py build/proof
+
+(`make sanitize BUNDLE=...` runs all four tools.) Each result is also held to the float64 reference, computed on the
+host so that the tools instrument nothing else. Ends with exit status 1 if one is off. Kernels that the bundle lacks
+are errors: the proof spec holds them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from gpu.problems import Guarded
+from gpu.running import Gpu
+
+from cubinery.aot.references.paged_decode import paged_attention
+from cubinery.aot.references.tolerances import PAGED_DECODE, deviation
+from cubinery.runtime.library import Library
+
+LENGTHS = [0, 1, 130, 385]
+
+PROBLEMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # One tile of 16 rows; both formats and head dims; pages smaller than, equal to and larger than a ring stage.
+    ({"kv_format": "fp8", "d": 128, "page_size": 16}, {}),
+    ({"kv_format": "bf16", "d": 128, "page_size": 64}, {}),
+    ({"kv_format": "fp8", "d": 256, "page_size": 128}, {}),
+    ({"kv_format": "bf16", "d": 256, "page_size": 32}, {}),
+    # Causal tokens, tiles of 32 and 64 rows, several tiles, one CTA an SM, dependent launches.
+    ({"kv_format": "fp8", "d": 128, "page_size": 16, "q_len": 5, "h_q": 10}, {"row_tile": 32}),
+    ({"kv_format": "bf16", "d": 256, "page_size": 64, "q_len": 8, "h_q": 10}, {"row_tile": 32}),
+    (
+        {"kv_format": "fp8", "d": 128, "page_size": 128, "q_len": 3, "h_q": 32},
+        {"row_tile": 64, "ctas_per_sm": 1, "pdl": True},
+    ),
+    (
+        {"kv_format": "bf16", "d": 256, "page_size": 32, "q_len": 7, "h_q": 16},
+        {"row_tile": 64, "ctas_per_sm": 1, "pdl": True},
+    ),
+    # Non-causal tokens.
+    ({"kv_format": "fp8", "d": 128, "page_size": 16, "q_len": 4, "causal": False, "h_q": 12}, {}),
+]
+
+
+def sanitize(gpu: Gpu, fields: dict[str, Any], choices: dict[str, Any], force_splits: int) -> str:
+    """Run one problem; returns a line about it. Raises AssertionError where the result is off."""
+    case = gpu.case(LENGTHS, **({"h_q": 4, "h_k": 2, "layout": "interleaved"} | fields))
+    plan = gpu.plan(case, choices, force_splits=force_splits, pad_to=13 if force_splits > 1 else 0)
+    out = Guarded(case.q.shape, torch.bfloat16, case.device)
+    lse = Guarded(plan.shape.lse, torch.float32, case.device)
+    # Not filled: initcheck then knows which partial results were never written.
+    workspace = torch.empty(plan.workspace_bytes(), dtype=torch.uint8, device=case.device)
+    plan.run(*case.tensors, out=out.tensor, lse=lse.tensor, workspace=workspace if workspace.numel() else None)
+    expected = paged_attention(
+        case.q.cpu(), case.raw["k"].cpu(), case.raw["v"].cpu(), case.table.cpu(), case.lengths, q_len=case.q_len,
+        causal=case.causal,
+    )  # fmt: skip
+    found = deviation(out.tensor.cpu().double().numpy(), lse.tensor.cpu().numpy(), *expected)
+    assert found.within(PAGED_DECODE[plan.config.impl]), f"{plan!r}: {found}"
+    out.check("out")
+    lse.check("lse")
+    return f"{plan.keys[0]}, {plan.splits.max_splits} splits: {found}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Launch a representative set of kernels under compute-sanitizer.")
+    parser.add_argument("bundle", help="folder of a bundle built from kernel_specs/proof/paged_decode.yaml")
+    library = Library.open(parser.parse_args().bundle)
+    gpu = Gpu(library, torch.device("cuda", torch.cuda.current_device()))
+    failures = 0
+    for fields, choices in PROBLEMS:
+        for force_splits in (1, 3):
+            try:
+                print(sanitize(gpu, fields, choices, force_splits), flush=True)
+            except AssertionError as error:
+                failures += 1
+                print(f"WRONG: {error}", flush=True)
+    torch.cuda.synchronize()
+    print(f"{2 * len(PROBLEMS)} launches, {failures} wrong")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
