@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         prog=f"python -m {PROGRAM}",
         description="Measure the kernels of a bundle on this machine's GPU: bandwidth against the copy rate, a plain "
         "read and installed peers, and the host time of the runtime. Nothing of the bundle is compiled here.",
-        epilog="Exit codes: 0 all was measured, 1 a kernel is wrong or missing, 2 the run could not start.",
+        epilog="Exit codes: 0 all was measured, 1 a kernel is wrong, missing or faulty, 2 the run could not start.",
     )
     p.add_argument("--bundle", default=os.environ.get("CUBINERY_BUNDLE", "build/kernels"), metavar="DIR",
                    help="folder of the bundle (default: $CUBINERY_BUNDLE, else build/kernels)")  # fmt: skip
@@ -63,9 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CubineryError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except torch.cuda.OutOfMemoryError as error:
-        print(f"{PROGRAM}: error: the GPU's memory is short: {str(error).splitlines()[0]}", file=sys.stderr)
-        return EXIT_USAGE
+    except RuntimeError as error:
+        if "CUDA" not in str(error):
+            raise
+        # Out of memory, or a fault that a launch left behind: nothing more runs in this process.
+        print(f"{PROGRAM}: error: after what is printed above: {str(error).splitlines()[0]}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def choose_shapes(text: str | None) -> list[Shape]:
@@ -97,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
     wanted = choose("--peers", options.peers, tuple(PEERS), none=True)
     library = Library.open(options.bundle)
     device = _device(options.device)
-    library.archs_for(device.index)
+    library.archs_for(options.device)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -110,27 +114,33 @@ def _run(options: argparse.Namespace) -> int:
             print(line, file=stream, flush=True)
         text.extend(lines)
 
-    where = report.machine(library, device.index)
+    where = report.machine(library, options.device)
     say(f"{where.gpu}, driver {where.driver}, torch {where.versions['torch']}", *(f"bundle {b}" for b in where.bundle))
     rows: list[paged_decode.Row] = []
     peers: list[Peer] = []
     figures: list[Figure] = []
     copy_gbps: float | None = None
+    plot: str | None = None
+
+    def write() -> dict[str, Any]:
+        found = report.to_json(where, copy_gbps, rows, peers, figures)
+        (options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (options.out / "results.md").write_text(report.page(where, text, plot=plot), encoding="utf-8")
+        return found
+
     if options.only != "host":
         peers = [PEERS[name](device) for name in wanted]
         copy_gbps = _decode(options.quick, shapes, formats, library, peers, device, rows, say)
+        why = plots.roofline(rows, copy_gbps, where.gpu, options.out / "roofline.png")
+        if why:
+            say(f"no plot: {why}")
+        else:
+            plot = "roofline.png"
+        write()  # what was measured is kept, whatever becomes of the rest
     if options.only != "decode":
         figures, notes = measure_host(library, device, quick=options.quick)
         say("", *report.figure_lines(figures), *notes)
-    found = report.to_json(where, copy_gbps, rows, peers, figures)
-    plot = None
-    if rows and copy_gbps is not None:
-        why = plots.roofline(rows, copy_gbps, where.gpu, options.out / "roofline.png")
-        plot = None if why else "roofline.png"
-        if why:
-            say(f"no plot: {why}")
-    (options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (options.out / "results.md").write_text(report.page(where, text, plot=plot), encoding="utf-8")
+    found = write()
     print(f"written: {options.out}/results.json, results.md" + (f", {plot}" if plot else ""), file=stream)
     if options.json:
         print(json.dumps(found))

@@ -90,15 +90,19 @@ def measure(
 
 
 def _ours(library: Library, problem: Problem, timer: Timer) -> Result:
-    s = problem.shape
     try:
-        decode = PagedDecode(
-            library, head_dim=s.d, page_size=s.page_size, kv_format=problem.kv_format, q_len=s.q_len,
-            device=problem.device.index,
-        )  # fmt: skip
-        plan = decode.plan(np.array(s.lens), num_q_heads=s.h_q, num_kv_heads=s.h_k)
+        return _cubinery(library, problem, timer)
     except CubineryError as error:
         return Result(error=_first_line(error))
+
+
+def _cubinery(library: Library, problem: Problem, timer: Timer) -> Result:
+    s = problem.shape
+    decode = PagedDecode(
+        library, head_dim=s.d, page_size=s.page_size, kv_format=problem.kv_format, q_len=s.q_len,
+        device=problem.device.index,
+    )  # fmt: skip
+    plan = decode.plan(np.array(s.lens), num_q_heads=s.h_q, num_kv_heads=s.h_k)
     out = torch.empty_like(problem.q)
     lse = torch.empty(plan.shape.lse, dtype=torch.float32, device=problem.device)
     workspace = torch.empty(max(16, plan.workspace_bytes()), dtype=torch.uint8, device=problem.device)

@@ -184,3 +184,31 @@ def test_choices() -> None:
     assert cli.choose("--peers", "none", ["a"], none=True) == []
     with pytest.raises(CubineryError, match="expected one or more of a, none"):
         cli.choose("--peers", "", ["a"], none=True)
+
+
+def test_a_whole_run_on_the_host(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything but the GPU's own clock: options to tables, JSON and page."""
+    monkeypatch.setattr(cli, "SHAPES", (SMALL,))
+    monkeypatch.setattr(cli, "PEERS", {"right": lambda _: TorchPeer("right")})
+    monkeypatch.setattr(cli, "GpuTimer", lambda *_, **__: CountingTimer())
+    monkeypatch.setattr(cli, "copy_rate", lambda *_: 1000.0)
+    monkeypatch.setattr(cli, "_device", lambda _: CPU)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(cli, "ReadFloor", lambda *_, **__: type("", (), {"why": "none", "time": lambda *_: None})())
+    monkeypatch.setattr(cli.Library, "open", lambda _: library)
+    out = tmp_path / "out"
+    options = ["--only", "decode", "--peers", "right", "--out", str(out), "--formats"]
+    assert cli.main([*options, "fp8"]) == 0
+    text = capsys.readouterr().out
+    assert "no read floor: none" in text
+    assert max(map(len, text.splitlines())) <= 120
+    page = (out / "results.md").read_text()
+    assert text.splitlines()[0] in page
+    assert json.loads((out / "results.json").read_text())["rows"][0]["results"]["right"]["us"] == 10.0
+    # A format that the bundle lacks is reported in its row, and by the exit code.
+    assert cli.main([*options, "bf16", "--json"]) == cli.EXIT_FAILED
+    captured = capsys.readouterr()
+    assert "KernelNotFoundError" in captured.err
+    assert "KernelNotFoundError" in json.loads(captured.out)["rows"][0]["results"][OURS]["error"]
