@@ -32,8 +32,8 @@ def roofline(rows: Sequence[Row], copy_gbps: float, title: str, path: Path) -> s
 
 
 def _panel(panel: Any, rows: Sequence[Row], copy_gbps: float) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row.results))
-    width = 0.8 / len(names)
+    names = list(dict.fromkeys(name for row in rows for name, r in row.results.items() if r.time))
+    width = 0.8 / max(1, len(names))
     for i, name in enumerate(names):
         found = [(at, row) for at, row in enumerate(rows) if name in row.results and row.results[name].time]
         places = [at - 0.4 + width * (i + 0.5) for at, _ in found]
@@ -50,5 +50,5 @@ def _panel(panel: Any, rows: Sequence[Row], copy_gbps: float) -> None:
     panel.set_xticks(range(len(rows)), [row.shape.title.replace(", ", "\n") for row in rows], fontsize=6.5)
     panel.set_ylabel("GB of K and V a second")
     panel.set_ylim(bottom=0)
-    panel.legend(fontsize=7, loc="upper right", ncols=2)
+    panel.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False)
     panel.spines[["top", "right"]].set_visible(False)
