@@ -125,7 +125,7 @@ def test_a_graph_whose_block_table_is_too_narrow_refuses_the_update(gpu: Gpu) ->
 
 
 def test_replays_on_another_stream(gpu: Gpu) -> None:
-    case = gpu.case([2000, 300])
+    case = gpu.case([2000, 2000])
     captured = Captured(gpu.plan(case, capturable=True), case)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
