@@ -366,7 +366,7 @@ class _Parser:
         try:
             operands = tuple(self._operand(part, scopes) for part in _split(m[4]))
         except ValueError as error:
-            raise self._error(f"{error}: {statement}", line)
+            raise self._error(f"{error}: {statement}", line) from error
         text = " ".join(statement.split())
         return Instr(words[0], tuple(words[1:]), operands, guard, line, text, self.source)
 

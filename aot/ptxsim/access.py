@@ -1,0 +1,403 @@
+"""Loads, stores and atomics of a gang, with their checks: the memory half of the machine that segments call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from cubinery.aot.ptxsim.faults import Fault, MisalignedFault, OutOfBoundsFault, Place, UninitialisedFault
+from cubinery.aot.ptxsim.memory import (
+    GENERIC,
+    RANK_SHIFT,
+    SHARED_BASE,
+    WIDTHS,
+    AccessError,
+    Block,
+    GlobalMemory,
+    SharedMemory,
+)
+from cubinery.aot.ptxsim.races import Races
+from cubinery.aot.ptxsim.state import LANES, Gang
+from cubinery.aot.ptxsim.translate import Translation
+
+_WINDOW_MASK = np.uint32((1 << RANK_SHIFT) - 1)
+_ONES = np.ones((1, 1), bool)
+
+
+class Access:
+    """Memory as generated code sees it. Machine derives from this."""
+
+    kernel: Translation
+    memory: GlobalMemory
+    shared: SharedMemory
+    params: Block
+    local: Block
+    wpc: int
+    """Warps of a CTA."""
+    cluster_size: int
+    cluster_base: Any
+    """First CTA slot of each slot's cluster, (slots,)."""
+    rank: Any
+    """Rank of each slot's CTA in its cluster, (slots,)."""
+    block_index: Any
+    """Block index of each slot's CTA, (slots, 3)."""
+    races: Races | None
+    uninitialised: bool
+    """Report reads of memory that was never written."""
+
+    # -- faults --------------------------------------------------------------------------------
+
+    def place(self, g: Gang | None, k: int, lanes: Any = None) -> Place:
+        """Where instruction `k` is, and the first of `lanes` in the gang."""
+        instr = self.kernel.instrs[k]
+        block, warp, lane = None, -1, -1
+        if g is not None and len(g):
+            row = 0
+            if lanes is not None:
+                lanes = np.broadcast_to(lanes, (len(g), LANES)) & g.lanes()
+                where = np.argwhere(lanes)
+                if len(where):
+                    row, lane = (int(i) for i in where[0])
+            x, y, z = (int(i) for i in self.block_index[int(g.cta[row, 0])])
+            block, warp = (x, y, z), int(g.warps[row]) % self.wpc
+        return Place(self.kernel.entry.name, instr.line, instr.text, instr.source, block, warp, lane)
+
+    def fail(self, kind: type[Fault], detail: str, g: Gang | None, k: int, lanes: Any = None) -> NoReturn:
+        raise kind(detail, self.place(g, k, lanes))
+
+    def _refuse(self, error: AccessError, g: Gang, k: int, address: Any) -> NoReturn:
+        kind = OutOfBoundsFault
+        lanes = np.broadcast_to(error.lanes, np.broadcast_shapes(error.lanes.shape, (len(g), LANES))) & g.lanes()
+        where = np.argwhere(lanes)
+        first = np.broadcast_to(address, lanes.shape)[tuple(where[0])] if len(where) else 0
+        self.fail(kind, error.message(int(first)), g, k, lanes)
+
+    def _check_aligned(self, g: Gang, mask: Any, k: int, address: Any, size: int) -> None:
+        odd = (address & address.dtype.type(size - 1)) != 0
+        if odd.any():
+            bad = odd if mask is None else odd & mask
+            if bad.any():
+                where = tuple(np.argwhere(bad)[0])
+                found = int(np.broadcast_to(address, bad.shape)[where])
+                self.fail(MisalignedFault, f"address {found:#x}: expected a multiple of {size}", g, k, bad)
+
+    # -- masks and warp-wide values ------------------------------------------------------------
+
+    @staticmethod
+    def lanes(g: Gang, guard: Any) -> Any:
+        """The executing lanes under a guard: None for all."""
+        if guard.all():
+            return g.mask
+        full = np.broadcast_to(guard, (len(g), LANES))
+        return full if g.mask is None else full & g.mask
+
+    @staticmethod
+    def active(g: Gang, mask: Any) -> Any:
+        """The executing lanes as an array (warps, 32)."""
+        return np.ones((len(g), LANES), bool) if mask is None else mask
+
+    @staticmethod
+    def full(g: Gang, value: Any) -> Any:
+        """A value for every lane of every warp."""
+        return np.broadcast_to(value, (len(g), LANES))
+
+    @staticmethod
+    def elect(members: Any) -> tuple[Any, Any]:
+        """(leader, am I it) for member masks: the lowest lane leads."""
+        bits = members.astype(np.int64)
+        leader = np.frexp((bits & -bits).astype(np.float64))[1] - 1
+        lane = np.arange(LANES)[None]
+        return leader.astype(np.uint32), leader == lane
+
+    # -- shared memory -------------------------------------------------------------------------
+
+    def own_shared(self, g: Gang, address: int) -> Any:
+        """The shared address of a variable as a CTA sees it: its rank in the cluster from bit 24 up."""
+        if self.cluster_size == 1:
+            return np.full((1, 1), address, np.uint64)
+        return (self.rank[g.cta] << RANK_SHIFT).astype(np.uint64) + np.uint64(address)
+
+    def shared_index(self, g: Gang, mask: Any, k: int, address: Any, size: int) -> Any:
+        """Byte index into the shared block for addresses of `size` bytes, bounds checked; safe in idle lanes."""
+        owner = g.cta
+        if self.cluster_size > 1:
+            ranks = (address >> np.uint32(RANK_SHIFT)).astype(np.int64)
+            if mask is not None:
+                ranks = np.where(mask, ranks, 0)
+            if (ranks >= self.cluster_size).any():
+                bad = ranks >= self.cluster_size
+                self.fail(OutOfBoundsFault, f"shared address of a CTA outside the cluster of {self.cluster_size}", g, k, bad)
+            owner = self.cluster_base[g.cta] + ranks
+            address = address & _WINDOW_MASK
+        if address.min() < SHARED_BASE or address.max() > self.shared.size - size:
+            try:
+                self.shared.check(address, mask, size)
+            except AccessError as error:
+                self._refuse(error, g, k, address)
+            address = np.where(mask, address, np.uint32(SHARED_BASE))
+        return owner * self.shared.stride + address
+
+    def load_shared(
+        self, g: Gang, mask: Any, k: int, address: Any, width: int, count: int, wanted: Any, _order: bool
+    ) -> tuple[Any, ...]:
+        """ld.shared: `count` arrays of `width` bytes."""
+        size = width * count
+        if size > 1:
+            self._check_aligned(g, mask, k, address, size)
+        index = self.shared_index(g, mask, k, address, size)
+        if self.uninitialised:
+            bad = self.shared.block.unwritten(index, width, count, wanted)
+            if bad is not None and bad.any():
+                self._unwritten(g, mask, k, address, bad, "shared")
+        if self.races is not None:
+            self.races.read(self, g, mask, k, index, size)
+        return self.shared.block.load(index, width, count)
+
+    def store_shared(
+        self, g: Gang, mask: Any, k: int, address: Any, width: int, values: tuple[Any, ...], _order: bool
+    ) -> None:
+        """st.shared."""
+        size = width * len(values)
+        if size > 1:
+            self._check_aligned(g, mask, k, address, size)
+        index = self.shared_index(g, mask, k, address, size)
+        if self.races is not None:
+            self.races.write(self, g, mask, k, index, size)
+        _scatter(self.shared.block, g, mask, index, width, values)
+
+    def _unwritten(self, g: Gang, mask: Any, k: int, address: Any, bad: Any, space: str) -> None:
+        bad = np.broadcast_to(bad, np.broadcast_shapes(bad.shape, (len(g), LANES)))
+        if mask is not None:
+            bad = bad & mask
+        if bad.any():
+            first = int(np.broadcast_to(address, bad.shape)[tuple(np.argwhere(bad)[0])])
+            self.fail(UninitialisedFault, f"{space} address {first:#x} was never written", g, k, bad)
+
+    # -- global, parameters, local, generic ----------------------------------------------------
+
+    def load_global(
+        self, g: Gang, mask: Any, k: int, address: Any, width: int, count: int, wanted: Any, _order: bool
+    ) -> tuple[Any, ...]:
+        """ld.global."""
+        size = width * count
+        if size > 1:
+            self._check_aligned(g, mask, k, address, size)
+        if mask is not None:
+            address = np.broadcast_to(address, (len(g), LANES))
+            used = address[mask]
+            if not used.size:
+                return tuple(np.zeros((1, 1), WIDTHS[width]) for _ in range(count))
+        else:
+            used = address
+        low, high = int(used.min()), int(used.max())
+        found = self.memory.find(low)
+        if found is not None and high + size <= found.end:
+            index = (address - np.uint64(found.origin)).astype(np.int64)
+            if mask is not None:
+                index = np.where(mask, index, low - found.origin)
+            if self.uninitialised:
+                bad = found.block.unwritten(index, width, count, wanted)
+                if bad is not None and bad.any():
+                    self._unwritten(g, mask, k, address, bad, "global")
+            return found.block.load(index, width, count)
+        return self._load_pieces(g, mask, k, address, width, count, wanted)
+
+    def _load_pieces(
+        self, g: Gang, mask: Any, k: int, address: Any, width: int, count: int, wanted: Any
+    ) -> tuple[Any, ...]:
+        """A gather over several allocations."""
+        address = np.broadcast_to(address, (len(g), LANES))
+        result = tuple(np.zeros(address.shape, WIDTHS[width]) for _ in range(count))
+        for found, inside in self._pieces(g, mask, k, address, width * count):
+            index = (address[inside] - np.uint64(found.origin)).astype(np.int64)
+            if self.uninitialised:
+                missing = found.block.unwritten(index, width, count, wanted)
+                if missing is not None and missing.any():
+                    bad = np.zeros(address.shape, bool)
+                    bad[inside] = missing
+                    self._unwritten(g, mask, k, address, bad, "global")
+            for out, values in zip(result, found.block.load(index, width, count), strict=True):
+                out[inside] = values
+        return result
+
+    def _pieces(self, g: Gang, mask: Any, k: int, address: Any, size: int) -> Any:
+        lanes = np.ones(address.shape, bool) if mask is None else mask
+        try:
+            return self.memory.pieces(address, lanes, size)
+        except AccessError as error:
+            self._refuse(error, g, k, address)
+
+    def store_global(
+        self, g: Gang, mask: Any, k: int, address: Any, width: int, values: tuple[Any, ...], _order: bool
+    ) -> None:
+        """st.global."""
+        size = width * len(values)
+        if size > 1:
+            self._check_aligned(g, mask, k, address, size)
+        address = np.broadcast_to(address, (len(g), LANES))
+        for found, inside in self._pieces(g, mask, k, address, size):
+            index = (address[inside] - np.uint64(found.origin)).astype(np.int64)
+            found.block.store(index, width, tuple(np.broadcast_to(v, address.shape)[inside] for v in values))
+
+    def load_param(
+        self, g: Gang, mask: Any, k: int, address: Any, width: int, count: int, _wanted: Any, _order: bool
+    ) -> tuple[Any, ...]:
+        """ld.param: the same in every warp unless a register addresses it."""
+        index = (address - np.uint64(GENERIC["param"])).astype(np.int64)
+        if index.min() < 0 or index.max() > len(self.params.data) - width * count:
+            self.fail(OutOfBoundsFault, "a parameter address outside the parameters", g, k)
+        return self.params.load(index, width, count)
+
+    def _local_index(self, g: Gang, mask: Any, k: int, address: Any, size: int) -> Any:
+        if mask is not None:
+            address = np.where(mask, address, np.uint64(0))
+        if address.max() > np.uint64(max(self.kernel.local_size - size, 0)) or not self.kernel.local_size:
+            bad = address > np.uint64(max(self.kernel.local_size - size, 0))
+            self.fail(OutOfBoundsFault, f"local address outside of {self.kernel.local_size} bytes", g, k, bad)
+        thread = g.warps[:, None] * LANES + np.arange(LANES)
+        return thread * self.kernel.local_size + address.astype(np.int64)
+
+    def load_local(
+        self, g: Gang, mask: Any, k: int, address: Any, width: int, count: int, wanted: Any, _order: bool
+    ) -> tuple[Any, ...]:
+        """ld.local."""
+        self._check_aligned(g, mask, k, address, width * count)
+        index = self._local_index(g, mask, k, address, width * count)
+        if self.uninitialised:
+            bad = self.local.unwritten(index, width, count, wanted)
+            if bad is not None and bad.any():
+                self._unwritten(g, mask, k, address, bad, "local")
+        return self.local.load(index, width, count)
+
+    def store_local(
+        self, g: Gang, mask: Any, k: int, address: Any, width: int, values: tuple[Any, ...], _order: bool
+    ) -> None:
+        """st.local."""
+        self._check_aligned(g, mask, k, address, width * len(values))
+        _scatter(self.local, g, mask, self._local_index(g, mask, k, address, width * len(values)), width, values)
+
+    def _by_space(self, g: Gang, mask: Any, address: Any) -> list[tuple[str, Any, Any]]:
+        """(space, lanes, address in it) of generic addresses."""
+        address = np.broadcast_to(address, (len(g), LANES))
+        lanes = self.active(g, mask)
+        found = []
+        for space, base in GENERIC.items():
+            inside = lanes & (address >= np.uint64(base)) & (address < np.uint64(base + GENERIC["shared"]))
+            if inside.any():
+                offset = address if space == "param" else address - np.uint64(base)
+                found.append((space, inside, offset.astype(np.uint32) if space == "shared" else offset))
+                lanes = lanes & ~inside
+        if lanes.any():
+            found.append(("global", lanes, address))
+        return found
+
+    def load_generic(self, g: Gang, mask: Any, k: int, address: Any, *rest: Any) -> tuple[Any, ...]:
+        """ld without a state space."""
+        result: tuple[Any, ...] | None = None
+        for space, inside, offset in self._by_space(g, mask, address):
+            values = getattr(self, f"load_{space}")(g, inside, k, offset, *rest)
+            result = values if result is None else tuple(
+                np.where(inside, v, r) for v, r in zip(values, result, strict=True)
+            )  # fmt: skip
+        if result is None:
+            return tuple(np.zeros((1, 1), WIDTHS[rest[0]]) for _ in range(rest[1]))
+        return result
+
+    def store_generic(self, g: Gang, mask: Any, k: int, address: Any, *rest: Any) -> None:
+        """st without a state space."""
+        for space, inside, offset in self._by_space(g, mask, address):
+            getattr(self, f"store_{space}")(g, inside, k, offset, *rest)
+
+    @staticmethod
+    def is_space(address: Any, space: str) -> Any:
+        """isspacep."""
+        if space == "global":
+            return address < np.uint64(GENERIC["shared"])
+        base = GENERIC[space]
+        return (address >= np.uint64(base)) & (address < np.uint64(base + GENERIC["shared"]))
+
+    def map_shared(self, g: Gang, k: int, address: Any, rank: Any, generic: bool) -> Any:
+        """mapa."""
+        if (np.broadcast_to(rank, (len(g), LANES))[g.lanes()] >= self.cluster_size).any():
+            self.fail(OutOfBoundsFault, f"mapa to a CTA outside the cluster of {self.cluster_size}", g, k)
+        kind = address.dtype.type
+        own = address & kind((1 << RANK_SHIFT) - 1)
+        base = kind(GENERIC["shared"]) if generic and address.dtype == np.uint64 else kind(0)
+        return base + own + (rank.astype(address.dtype) << kind(RANK_SHIFT))
+
+    # -- atomics -------------------------------------------------------------------------------
+
+    def atomic(
+        self, g: Gang, mask: Any, k: int, space: str, operation: str, kind: str, address: Any, values: Any, _order: str
+    ) -> Any:
+        """atom and red: the old values. Lanes of one address follow each other in order of warp and lane."""
+        function, dtype = atomic_function(operation, kind)
+        width = np.dtype(dtype).itemsize
+        old = np.zeros((len(g), LANES), WIDTHS[width])
+        self._check_aligned(g, mask, k, address, width)
+        if space == "generic":
+            parts = self._by_space(g, mask, address)
+        else:
+            parts = [(space, self.active(g, mask), np.broadcast_to(address, (len(g), LANES)))]
+        for where, lanes, offset in parts:
+            operands = [np.broadcast_to(v, old.shape)[lanes].view(dtype) for v in values]
+            if where == "shared":
+                index = np.broadcast_to(self.shared_index(g, lanes, k, offset, width), old.shape)
+                if self.races is not None:
+                    self.races.atomic(self, g, lanes, k, index, width)
+                old[lanes] = _apply(self.shared.block, index[lanes], function, operands, dtype, width)
+                continue
+            for found, inside in self._pieces(g, lanes, k, offset, width):
+                index = (offset[inside] - np.uint64(found.origin)).astype(np.int64)
+                some = [o[inside[lanes]] for o in operands]
+                old[inside] = _apply(found.block, index, function, some, dtype, width)
+        return old
+
+
+def _scatter(block: Block, g: Gang, mask: Any, index: Any, width: int, values: tuple[Any, ...]) -> None:
+    shape = (len(g), LANES)
+    index = np.broadcast_to(index, shape)
+    if mask is None:
+        block.store(index, width, values)
+    else:
+        block.store(index[mask], width, tuple(np.broadcast_to(v, shape)[mask] for v in values))
+
+
+def _apply(block: Block, index: Any, function: Any, operands: list[Any], dtype: Any, width: int) -> Any:
+    """Update elements in rounds: each round takes the first lane that still waits for its address."""
+    old = np.zeros(len(index), WIDTHS[width])
+    rest = np.arange(len(index))
+    while len(rest):
+        _, first = np.unique(index[rest], return_index=True)
+        now = rest[first]
+        (before,) = block.load(index[now], width, 1)
+        after = function(before.view(dtype), *(o[now] for o in operands))
+        block.store(index[now], width, (np.asarray(after, dtype).view(WIDTHS[width]),))
+        old[now] = before
+        rest = np.delete(rest, first)
+    return old
+
+
+_ATOMIC: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "exch": lambda _old, new: new,
+    "cas": lambda old, expected, new: np.where(old == expected, new, old),
+    "inc": lambda old, limit: np.where(old >= limit, 0, old + 1),
+    "dec": lambda old, limit: np.where((old == 0) | (old > limit), limit, old - 1),
+}
+
+
+def atomic_function(operation: str, kind: str) -> tuple[Callable[..., Any], Any]:
+    """The function of an atomic operation and the NumPy type that it works on."""
+    names = {"b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "f16": np.float16, "f32": np.float32, "f64": np.float64}
+    dtype = names.get(kind)
+    if dtype is None:
+        dtype = np.dtype(f"{'u' if kind[0] == 'u' else ''}int{kind[1:]}").type
+    return _ATOMIC[operation], dtype

@@ -1,0 +1,431 @@
+"""Barriers: named barriers of a CTA, cluster barriers and mbarriers, and the warps that wait at them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cubinery.aot.ptxsim.access import Access
+from cubinery.aot.ptxsim.faults import BarrierFault, DivergedFault, TransactionFault
+from cubinery.aot.ptxsim.memory import RANK_SHIFT
+from cubinery.aot.ptxsim.state import LANES, Gang
+
+MAX_BARRIERS = 16
+MAX_COUNT = (1 << 20) - 1
+"""Largest count of an mbarrier, and largest transaction count (PTX ISA, mbarrier contents)."""
+TRUE = np.ones((1, 1), bool)
+
+
+class Parked:
+    """A gang of which some or all rows wait; they go on at segment `then`."""
+
+    __slots__ = ("gang", "go", "k", "left", "then", "why")
+
+    def __init__(self, gang: Gang, then: int, k: int, why: str) -> None:
+        self.gang, self.then, self.k, self.why = gang, then, k, why
+        self.left = np.ones(len(gang), bool)
+        """Rows that still wait."""
+        self.go = np.zeros(len(gang), bool)
+        """Rows released since the machine last looked."""
+
+
+@dataclass(slots=True)
+class Named:
+    """A named barrier of one CTA while threads are at it."""
+
+    expected: int
+    k: int
+    arrived: int = 0
+    waiting: list[tuple[Parked, int]] = field(default_factory=list)
+    warps: list[int] = field(default_factory=list)
+    votes: list[Any] = field(default_factory=list)
+    whole: bool = False
+    """No thread count was given: all threads of the CTA take part."""
+    known: Any = None
+
+
+@dataclass(slots=True)
+class MBarrier:
+    """One mbarrier object."""
+
+    count: int
+    """Arrivals that each phase expects."""
+    pending: int
+    tx: int = 0
+    phase: int = 0
+    waiting: list[tuple[Parked, int, int]] = field(default_factory=list)
+    """(gang, row, phase that must complete)."""
+    known: Any = None
+    """What arrivals of the current phase published."""
+    published: Any = None
+    """What the last complete phase published."""
+    late: int = 0
+
+
+class Barriers(Access):
+    """Barriers as generated code sees them. Machine derives from this."""
+
+    named: dict[tuple[int, int], Named]
+    mbarriers: dict[tuple[int, int], MBarrier]
+    clusters: dict[int, tuple[set[int], list[tuple[Parked, int]]]]
+    live: Any
+    """Lanes that have not exited, by resident warp: bool (warps, 32)."""
+
+    # -- provided by the machine ---------------------------------------------------------------
+
+    def go_on(self, gang: Gang, segment: int) -> None:
+        raise NotImplementedError
+
+    def park(self, gang: Gang, then: int, k: int, why: str) -> Parked:
+        raise NotImplementedError
+
+    def release(self, parked: Parked, row: int) -> None:
+        raise NotImplementedError
+
+    # -- bar, barrier --------------------------------------------------------------------------
+
+    def _barrier_terms(self, g: Gang, k: int, number: Any, count: Any) -> tuple[Any, Any]:
+        """Number and expected threads (0: all) of each row."""
+        first = np.broadcast_to(number, (len(g), LANES))[:, 0].astype(np.int64)
+        threads = np.zeros(len(g), np.int64)
+        if count is not None:
+            threads = np.broadcast_to(count, (len(g), LANES))[:, 0].astype(np.int64)
+            if (threads % LANES).any() or (threads < LANES).any():
+                self.fail(BarrierFault, f"thread count {int(threads[0])}: expected a multiple of {LANES}", g, k)
+        if (first >= MAX_BARRIERS).any():
+            self.fail(BarrierFault, f"barrier {int(first.max())}: expected 0 to {MAX_BARRIERS - 1}", g, k)
+        return first, threads
+
+    def _whole_warps(self, g: Gang, mask: Any, k: int) -> None:
+        """bar counts whole warps: a warp of which only some lanes take part has diverged."""
+        if mask is None:
+            return
+        partial = (mask != self.live[g.warps]).any(axis=1) & mask.any(axis=1)
+        if partial.any():
+            self.fail(DivergedFault, "not all lanes of the warp execute it", g, k, mask & partial[:, None])
+
+    def warp_barrier(self, g: Gang, mask: Any) -> None:
+        """bar.warp.sync: the machine has brought the lanes together already."""
+
+    def barrier_arrive(self, g: Gang, mask: Any, k: int, number: Any, count: Any) -> None:
+        """bar.arrive."""
+        self._whole_warps(g, mask, k)
+        numbers, threads = self._barrier_terms(g, k, number, count)
+        for row in range(len(g)):
+            if mask is None or mask[row].any():
+                self._arrive(g, row, k, int(numbers[row]), int(threads[row]), None, None)
+
+    def barrier_sync(self, g: Gang, k: int, then: int, number: Any, count: Any, vote: Any, slot: int) -> None:
+        """bar.sync and bar.red: the whole gang waits; complete barriers release their warps."""
+        self._whole_warps(g, g.mask, k)
+        numbers, threads = self._barrier_terms(g, k, number, count)
+        parked = self.park(g, then, k, f"barrier {int(numbers[0])}")
+        votes = None if vote is None else np.broadcast_to(vote, (len(g), LANES))
+        if votes is not None:
+            g.frame[slot] = np.zeros((len(g), LANES), np.uint32)
+        for row in range(len(g)):
+            self._arrive(g, row, k, int(numbers[row]), int(threads[row]), parked, None if votes is None else (votes[row], slot))
+
+    def _arrive(
+        self, g: Gang, row: int, k: int, number: int, threads: int, parked: Parked | None, vote: Any
+    ) -> None:
+        cta, warp = int(g.cta[row, 0]), int(g.warps[row])
+        key = (cta, number)
+        barrier = self.named.get(key)
+        if barrier is None:
+            barrier = self.named[key] = Named(threads or self._threads(cta), k, whole=not threads)
+            if self.races is not None:
+                barrier.known = self.races.fresh()
+        elif barrier.expected != (threads or barrier.expected) or barrier.whole != (not threads):
+            given = threads or self._threads(cta)
+            self.fail(
+                BarrierFault,
+                f"barrier {number} with {given} threads, while warps wait there for {barrier.expected}",
+                g, k, _one(g, row),
+            )  # fmt: skip
+        if warp in barrier.warps and parked is not None and any(p.gang.warps[r] == warp for p, r in barrier.waiting):
+            self.fail(BarrierFault, f"warp waits twice at barrier {number}", g, k, _one(g, row))
+        barrier.warps.append(warp)
+        barrier.arrived += LANES
+        if self.races is not None:
+            self.races.release(barrier.known, cta, warp % self.wpc)
+        if parked is not None:
+            barrier.waiting.append((parked, row))
+        if vote is not None:
+            barrier.votes.append(vote)
+        self._complete(key, barrier, g, k)
+
+    def _threads(self, cta: int) -> int:
+        """Threads of a CTA that have not exited, in whole warps."""
+        warps = self.live[cta * self.wpc : (cta + 1) * self.wpc].any(axis=1)
+        return int(warps.sum()) * LANES
+
+    def _complete(self, key: tuple[int, int], barrier: Named, g: Gang | None, k: int) -> None:
+        if barrier.arrived < barrier.expected:
+            return
+        if barrier.arrived > barrier.expected:
+            self.fail(BarrierFault, f"barrier {key[1]}: {barrier.arrived} threads arrived, {barrier.expected} expected", g, k)
+        del self.named[key]
+        if barrier.votes:
+            self._reduce_votes(barrier)
+        for parked, row in barrier.waiting:
+            if self.races is not None:
+                self.races.acquire(barrier.known, key[0], int(parked.gang.warps[row]) % self.wpc)
+            self.release(parked, row)
+
+    def _reduce_votes(self, barrier: Named) -> None:
+        """bar.red: popc, and, or over the predicates of all threads."""
+        every = np.stack([vote for vote, _ in barrier.votes])
+        words = self.kernel.instrs[barrier.k].modifiers
+        for (parked, row), (_, slot) in zip(barrier.waiting, barrier.votes, strict=True):
+            live = self.live[parked.gang.warps[row]]
+            value: Any = every[:, live].sum() if "popc" in words else every[:, live].all() if "and" in words else every.any()
+            old = parked.gang.frame[slot].copy()
+            old[row] = value
+            parked.gang.frame[slot] = old if "popc" in words else old.astype(bool)
+
+    def barriers_of_exited(self, cta: int) -> None:
+        """Warps of a CTA exited: barriers of all its threads expect fewer."""
+        for key in [key for key in self.named if key[0] == cta]:
+            barrier = self.named[key]
+            if barrier.whole:
+                barrier.expected = self._threads(cta)
+                if barrier.expected:
+                    self._complete(key, barrier, None, barrier.k)
+
+    # -- cluster barriers ----------------------------------------------------------------------
+
+    def cluster_arrive(self, g: Gang, mask: Any, k: int, release: bool) -> None:
+        """barrier.cluster.arrive."""
+        for row in range(len(g)):
+            if mask is None or mask[row].any():
+                base = int(self.cluster_base[int(g.cta[row, 0])])
+                state = self.clusters.setdefault(base, ClusterBarrier())
+                warp = int(g.warps[row])
+                if warp in state.arrived:
+                    self.fail(BarrierFault, "arrives twice at the cluster barrier", g, k, _one(g, row))
+                state.arrived.add(warp)
+                if self.races is not None and release:
+                    if state.known is None:
+                        state.known = self.races.fresh()
+                    self.races.release(state.known, int(g.cta[row, 0]), warp % self.wpc)
+                self.cluster_complete(base)
+
+    def cluster_wait(self, g: Gang, k: int, then: int) -> None:
+        """barrier.cluster.wait: until every live thread of the cluster has arrived."""
+        parked = self.park(g, then, k, "the cluster barrier")
+        for row in range(len(g)):
+            base = int(self.cluster_base[int(g.cta[row, 0])])
+            state = self.clusters.setdefault(base, ClusterBarrier())
+            warp = int(g.warps[row])
+            if warp in state.passed:  # its phase is complete
+                state.passed.discard(warp)
+                self._cluster_pass(state, parked, row)
+            elif warp in state.arrived:
+                state.waiting.append((parked, row))
+            else:
+                self.fail(BarrierFault, "waits at the cluster barrier without having arrived", g, k, _one(g, row))
+
+    def _cluster_pass(self, state: ClusterBarrier, parked: Parked, row: int) -> None:
+        if self.races is not None and state.published is not None:
+            g = parked.gang
+            self.races.acquire(state.published, int(g.cta[row, 0]), int(g.warps[row]) % self.wpc)
+        self.release(parked, row)
+
+    def cluster_complete(self, base: int) -> None:
+        """Release the cluster's warps if all that live have arrived."""
+        state = self.clusters.get(base)
+        if state is None:
+            return
+        first, last = base * self.wpc, (base + self.cluster_size) * self.wpc
+        alive = set((np.flatnonzero(self.live[first:last].any(axis=1)) + first).tolist())
+        if not alive or not alive <= state.arrived:
+            return
+        waiting, arrived = state.waiting, state.arrived
+        state.published, state.known = state.known, None
+        state.waiting, state.arrived = [], set()
+        state.passed |= arrived & alive
+        for parked, row in waiting:
+            state.passed.discard(int(parked.gang.warps[row]))
+            self._cluster_pass(state, parked, row)
+
+    # -- mbarriers -----------------------------------------------------------------------------
+
+    def mbarrier_at(self, g: Gang, row: int, lane: int, k: int, address: int) -> tuple[tuple[int, int], MBarrier]:
+        """The object at a shared address of a row's CTA (or of its cluster)."""
+        key = self.mbarrier_key(int(g.cta[row, 0]), address)
+        found = self.mbarriers.get(key)
+        if found is None:
+            where = _one(g, row, lane)
+            self.fail(BarrierFault, f"no mbarrier was initialised at shared address {address:#x}", g, k, where)
+        return key, found
+
+    def mbarrier_key(self, cta: int, address: int) -> tuple[int, int]:
+        """(CTA slot, address in it); the cluster rank is in the address."""
+        if self.cluster_size == 1:
+            return cta, address
+        return int(self.cluster_base[cta]) + (address >> RANK_SHIFT), address & ((1 << RANK_SHIFT) - 1)
+
+    def mbarrier(self, g: Gang, mask: Any, k: int, operation: str, address: Any, count: Any, tx: Any) -> Any:
+        """init, inval, arrive, arrive_drop, expect_tx, complete_tx; arrivals return the phase as their state."""
+        shape = (len(g), LANES)
+        self._check_aligned(g, mask, k, address, 8)
+        self.shared_index(g, mask, k, address, 8)
+        address = np.broadcast_to(address, shape)
+        count = None if count is None else np.broadcast_to(count, shape)
+        tx = None if tx is None else np.broadcast_to(tx, shape)
+        state = np.zeros(shape, np.uint64)
+        active = np.ones(shape, bool) if mask is None else mask
+        for row, lane in np.argwhere(active).tolist():
+            at = int(address[row, lane])
+            arrivals = 1 if count is None else int(count[row, lane])
+            if operation == "init":
+                self._init(g, row, lane, k, at, arrivals)
+                continue
+            key, barrier = self.mbarrier_at(g, row, lane, k, at)
+            state[row, lane] = barrier.phase
+            if operation == "inval":
+                del self.mbarriers[key]
+                continue
+            if tx is not None:
+                self._expect(g, row, lane, k, key, barrier, int(tx[row, lane]) * (-1 if operation == "complete_tx" else 1))
+            if operation in ("arrive", "arrive_drop"):
+                self._arrive_mbarrier(g, row, lane, k, key, barrier, arrivals, operation == "arrive_drop")
+            elif operation == "complete_tx":
+                self.mbarrier_advance(key, barrier)
+        return state
+
+    def _init(self, g: Gang, row: int, lane: int, k: int, address: int, count: int) -> None:
+        if not 1 <= count <= MAX_COUNT:
+            self.fail(BarrierFault, f"mbarrier count {count}: expected 1 to {MAX_COUNT}", g, k, _one(g, row, lane))
+        key = self.mbarrier_key(int(g.cta[row, 0]), address)
+        old = self.mbarriers.get(key)
+        if old is not None and old.waiting:
+            self.fail(BarrierFault, f"mbarrier at {address:#x} is initialised while warps wait at it", g, k, _one(g, row, lane))
+        self.mbarriers[key] = made = MBarrier(count, count)
+        if self.races is not None:
+            made.known, made.published = self.races.fresh(), self.races.fresh()
+            # Whoever uses the object must know of its initialisation: treated as a write of its bytes.
+        self.shared.block.mark(key[0] * self.shared.stride + key[1], key[0] * self.shared.stride + key[1] + 8)
+
+    def _expect(
+        self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int], barrier: MBarrier, tx: int
+    ) -> None:
+        barrier.tx += tx
+        if not -MAX_COUNT <= barrier.tx <= MAX_COUNT:
+            self.fail(
+                TransactionFault, f"transaction count {barrier.tx} at {key[1]:#x}: beyond {MAX_COUNT}", g, k, _one(g, row, lane)
+            )
+
+    def _arrive_mbarrier(
+        self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int], barrier: MBarrier, count: int, drop: bool
+    ) -> None:
+        if count > barrier.pending:
+            detail = f"{count} arrivals at {key[1]:#x}, where phase {barrier.phase} expects {barrier.pending} more"
+            self.fail(BarrierFault, detail, g, k, _one(g, row, lane))
+        barrier.pending -= count
+        if drop:
+            barrier.count -= count
+        if self.races is not None:
+            self.races.release(barrier.known, int(g.cta[row, 0]), int(g.warps[row]) % self.wpc)
+        self.mbarrier_advance(key, barrier)
+
+    def mbarrier_advance(self, key: tuple[int, int], barrier: MBarrier) -> None:
+        """Complete the phase if nothing is missing, and release who waits for it."""
+        if barrier.pending or barrier.tx:
+            return
+        barrier.phase += 1
+        barrier.pending = barrier.count
+        if self.races is not None:
+            barrier.published, barrier.known = barrier.known, barrier.known.copy()
+        waiting, barrier.waiting = barrier.waiting, []
+        for parked, row, phase in waiting:
+            if phase < barrier.phase:
+                self._pass(barrier, parked.gang, row)
+                self.release(parked, row)
+            else:
+                barrier.waiting.append((parked, row, phase))
+
+    def _pass(self, barrier: MBarrier, g: Gang, row: int) -> None:
+        if self.races is not None:
+            self.races.acquire(barrier.published, int(g.cta[row, 0]), int(g.warps[row]) % self.wpc)
+
+    def complete_tx(self, key: tuple[int, int], size: int, clock: Any) -> None:
+        """A copy has landed: count its bytes."""
+        barrier = self.mbarriers.get(key)
+        if barrier is None:
+            return  # reported where the copy was issued; the object has been invalidated since
+        barrier.tx -= size
+        if self.races is not None and clock is not None:
+            agent, value = clock
+            barrier.known[:, agent] = np.maximum(barrier.known[:, agent], value)
+        self.mbarrier_advance(key, barrier)
+
+    def try_wait(self, g: Gang, k: int, then: int, address: Any, phase: Any, parity: bool, slot: int, spin: bool) -> None:
+        """mbarrier.try_wait: a spin blocks until the phase is complete, a lone one tells what is."""
+        shape = (len(g), LANES)
+        active = g.lanes()
+        self._check_aligned(g, g.mask, k, address, 8)
+        self.shared_index(g, g.mask, k, address, 8)
+        address, phase = np.broadcast_to(address, shape), np.broadcast_to(phase, shape)
+        lead = active.argmax(axis=1)
+        rows = np.arange(len(g))
+        same = active & (address == address[rows, lead][:, None]) & (phase == phase[rows, lead][:, None])
+        if not (same == active).all():  # lanes of a warp wait for different barriers: one group after the other
+            self.try_wait(g.part(same), k, then, address[same.any(axis=1)], phase[same.any(axis=1)], parity, slot, spin)
+            rest = active & ~same
+            kept = rest.any(axis=1)
+            self.try_wait(g.part(rest), k, then, address[kept], phase[kept], parity, slot, spin)
+            return
+        done = np.zeros((len(g), 1), bool)
+        found = []
+        for row, lane in enumerate(lead.tolist()):
+            _, barrier = self.mbarrier_at(g, row, lane, k, int(address[row, lane]))
+            wanted = int(phase[row, lane])
+            if parity:
+                # The phase of that parity that is not over, or the one before the current, which is.
+                wanted = barrier.phase if (barrier.phase & 1) == (wanted & 1) else barrier.phase - 1
+            done[row] = wanted < barrier.phase and not (not spin and self.peek_fails())
+            if done[row]:
+                self._pass(barrier, g, row)
+            found.append((barrier, wanted))
+        if not spin or done.all():
+            g.frame[slot] = done
+            self.go_on(g, then)
+            return
+        g.frame[slot] = TRUE
+        name = f"the mbarrier at {int(address[0, lead[0]]):#x}, phase {found[0][1]}"
+        parked = self.park(g, then, k, name)
+        for row, (barrier, wanted) in enumerate(found):
+            if done[row]:
+                self.release(parked, row)
+            else:
+                barrier.waiting.append((parked, row, wanted))
+
+    def peek_fails(self) -> bool:
+        """May a lone try_wait of a complete phase say no this time?"""
+        return False
+
+
+@dataclass(slots=True)
+class ClusterBarrier:
+    """The barrier of a cluster."""
+
+    arrived: set[int] = field(default_factory=set)
+    waiting: list[tuple[Parked, int]] = field(default_factory=list)
+    passed: set[int] = field(default_factory=set)
+    """Warps whose phase completed before they waited."""
+    known: Any = None
+    published: Any = None
+
+
+def _one(g: Gang, row: int, lane: int = -1) -> Any:
+    """The lanes of one row, or one lane, for a fault's place."""
+    lanes = np.zeros((len(g), LANES), bool)
+    if lane < 0:
+        lanes[row] = g.lanes()[row]
+    else:
+        lanes[row, lane] = True
+    return lanes

@@ -1,0 +1,219 @@
+"""Data races in shared memory and missing proxy fences, by vector clocks.
+
+Each warp is an agent, and so is each mbarrier's share of the async proxy (TMA and its like): within a warp
+the program's order holds, everything else must be ordered through barriers. An agent's clock says what it knows
+of the others (FastTrack, Flanagan and Freund 2009, with full read sets). There are two planes: what
+happened before, and of that what the async proxy may see, which `fence.proxy.async` raises to the first.
+Clocks start at 1; a memory unit that nobody touched holds 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cubinery.aot.ptxsim.faults import ProxyFault, RaceFault
+from cubinery.aot.ptxsim.state import LANES, Gang
+
+if TYPE_CHECKING:
+    from cubinery.aot.ptxsim.access import Access
+
+ASYNC_AGENTS = 8
+"""Agents of the async proxy a CTA; mbarriers share them in order of first use."""
+
+
+class Races:
+    """Clocks of all resident CTAs. Agents of a cluster know each other."""
+
+    def __init__(self, slots: int, wpc: int, cluster: int, stride: int, unit: int, rank: Any, base: Any) -> None:
+        self.wpc, self.unit, self.rank, self.base = wpc, unit, rank, base
+        self.per_cta = wpc + ASYNC_AGENTS
+        self.agents = cluster * self.per_cta
+        self.units = stride // unit
+        self.clock = np.zeros((slots, self.per_cta, 2, self.agents), np.int32)
+        self.writer = np.zeros(slots * self.units, np.int16)
+        self.write_clock = np.zeros(slots * self.units, np.int32)
+        self.read_clock = np.zeros((slots * self.units, self.agents), np.int32)
+        self._async: dict[tuple[int, int], int] = {}
+        self._atomic = np.zeros(slots * self.units, np.int32)
+        for slot in range(slots):
+            self.reset(slot)
+
+    def reset(self, slot: int) -> None:
+        """A new CTA in a slot."""
+        first = int(self.rank[slot]) * self.per_cta
+        self.clock[slot] = 0
+        for agent in range(self.per_cta):
+            self.clock[slot, agent, :, first + agent] = 1
+        span = slice(slot * self.units, (slot + 1) * self.units)
+        self.writer[span] = 0
+        self.write_clock[span] = self.read_clock[span] = self._atomic[span] = 0
+        self._async = {key: agent for key, agent in self._async.items() if key[0] != slot}
+
+    def agent(self, slot: int, local: int) -> int:
+        """An agent's number in its cluster."""
+        return int(self.rank[slot]) * self.per_cta + local
+
+    # -- accesses of warps ---------------------------------------------------------------------
+
+    def _rows(self, g: Gang) -> tuple[Any, Any, Any, Any]:
+        slot, warp = g.cta[:, 0], g.warps % self.wpc
+        agent = (self.rank[slot] * self.per_cta + warp)[:, None]
+        return slot, warp, agent, self.clock[slot, warp]
+
+    def _units(self, g: Gang, mask: Any, index: Any, size: int) -> tuple[Any, Any, Any]:
+        """(units touched, row of each, lane of each), flat."""
+        shape = (len(g), index.shape[1] if mask is None else LANES)
+        at = np.broadcast_to(index, shape) // self.unit
+        rows = np.broadcast_to(np.arange(len(g))[:, None], shape)
+        lanes = np.broadcast_to(np.arange(shape[1]), shape)
+        if mask is None:
+            at, rows, lanes = at.ravel(), rows.ravel(), lanes.ravel()
+        else:
+            at, rows, lanes = at[mask], rows[mask], lanes[mask]
+        count = -(-size // self.unit)
+        if count > 1:
+            at = (at[:, None] + np.arange(count)).ravel()
+            rows, lanes = rows.repeat(count), lanes.repeat(count)
+        return at, rows, lanes
+
+    def read(self, rt: Access, g: Gang, mask: Any, k: int, index: Any, size: int) -> None:
+        """Loads: what they read must have been written before."""
+        at, rows, lanes = self._units(g, mask, index, size)
+        if not len(at):
+            return
+        _, _, agent, clock = self._rows(g)
+        writer = self.writer[at]
+        late = self.write_clock[at] > clock[rows, 0, writer]
+        if late.any():
+            self._report(rt, g, k, at, rows, lanes, late, "reads", "written", writer)
+        own = agent[rows, 0]
+        self.read_clock[at, own] = clock[rows, 0, own]
+
+    def write(self, rt: Access, g: Gang, mask: Any, k: int, index: Any, size: int) -> None:
+        """Stores: what they overwrite must have been written and read before."""
+        at, rows, lanes = self._units(g, mask, index, size)
+        if not len(at):
+            return
+        _, _, agent, clock = self._rows(g)
+        own = agent[rows, 0]
+        self._check_write(rt, g, k, at, rows, lanes, clock[rows, 0])
+        self.writer[at] = own
+        self.write_clock[at] = clock[rows, 0, own]
+
+    def atomic(self, rt: Access, g: Gang, mask: Any, k: int, index: Any, size: int) -> None:
+        """Atomics do not race with each other, only with loads and stores."""
+        at, rows, lanes = self._units(g, mask, index, size)
+        if not len(at):
+            return
+        _, _, agent, clock = self._rows(g)
+        own = agent[rows, 0]
+        fresh = self.write_clock[at] != self._atomic[at]  # the last write was no atomic
+        writer = self.writer[at]
+        late = fresh & (self.write_clock[at] > clock[rows, 0, writer])
+        if late.any():
+            self._report(rt, g, k, at, rows, lanes, late, "updates", "written", writer)
+        reads = self.read_clock[at] > clock[rows, 0]
+        if reads.any():
+            self._report(rt, g, k, at, rows, lanes, reads.any(axis=1), "updates", "read", reads.argmax(axis=1))
+        self.writer[at] = own
+        self.write_clock[at] = clock[rows, 0, own]
+        self._atomic[at] = self.write_clock[at]
+
+    def _check_write(self, rt: Access, g: Gang | None, k: int, at: Any, rows: Any, lanes: Any, clock: Any) -> None:
+        writer = self.writer[at]
+        late = self.write_clock[at] > clock[np.arange(len(at)), writer]
+        if late.any():
+            self._report(rt, g, k, at, rows, lanes, late, "writes", "written", writer)
+        reads = self.read_clock[at] > clock
+        if reads.any():
+            late, reader = reads.any(axis=1), reads.argmax(axis=1)
+            self._report(rt, g, k, at, rows, lanes, late, "writes", "read", reader)
+
+    def _report(
+        self, rt: Access, g: Gang | None, k: int, at: Any, rows: Any, lanes: Any, late: Any, does: str, done: str, by: Any
+    ) -> None:
+        first = int(np.argmax(late))
+        address = int(at[first] % self.units) * self.unit
+        detail = f"{does} shared address {address:#x}, {done} by {self.describe(int(by[first]))}, with nothing that orders the two"
+        where = None
+        if g is not None:
+            where = np.zeros((len(g), LANES), bool)
+            where[rows[first], lanes[first]] = True
+        rt.fail(RaceFault, detail, g, k, where)
+
+    def describe(self, agent: int) -> str:
+        rank, local = divmod(agent, self.per_cta)
+        who = f"warp {local}" if local < self.wpc else "an asynchronous copy"
+        return who if self.agents == self.per_cta else f"{who} of CTA {rank} of the cluster"
+
+    # -- the async proxy -----------------------------------------------------------------------
+
+    def async_agent(self, slot: int, barrier: int) -> int:
+        """The local agent that stands for the copies that a barrier counts."""
+        found = self._async.get((slot, barrier))
+        if found is None:
+            number = sum(1 for s, _ in self._async if s == slot)
+            found = self._async[slot, barrier] = self.wpc + number % ASYNC_AGENTS
+        return found
+
+    def async_write(self, rt: Access, g: Gang, row: int, k: int, slot: int, local: int, at: Any) -> int:
+        """A copy issued by row's warp writes units `at` of CTA `slot`; returns the clock of its completion."""
+        issuer = self.clock[int(g.cta[row, 0]), int(g.warps[row]) % self.wpc]
+        rows, lanes = np.full(len(at), row), np.zeros(len(at), np.int64)
+        self._check_write(rt, g, k, at, rows, lanes, np.broadcast_to(issuer[0], (len(at), self.agents)))
+        agent = self.agent(slot, local)
+        clock = self.clock[slot, local]
+        clock[:, agent] += 1
+        self.writer[at] = agent
+        self.write_clock[at] = clock[0, agent]
+        return int(clock[0, agent])
+
+    def async_read(self, rt: Access, g: Gang, row: int, k: int, slot: int, local: int, at: Any) -> int:
+        """A copy or matrix instruction issued by row's warp reads units `at` through the async proxy."""
+        issuer = self.clock[int(g.cta[row, 0]), int(g.warps[row]) % self.wpc]
+        writer = self.writer[at]
+        late = self.write_clock[at] > issuer[0, writer]
+        rows, lanes = np.full(len(at), row), np.zeros(len(at), np.int64)
+        if late.any():
+            self._report(rt, g, k, at, rows, lanes, late, "reads", "written", writer)
+        generic = writer % self.per_cta < self.wpc
+        hidden = generic & (self.write_clock[at] > issuer[1, writer])
+        if hidden.any():
+            first = int(np.argmax(hidden))
+            address = int(at[first] % self.units) * self.unit
+            rt.fail(
+                ProxyFault,
+                f"shared address {address:#x}, stored by {self.describe(int(writer[first]))}, is read by the async proxy "
+                "without fence.proxy.async after the store",
+                g,
+                k,
+            )
+        agent = self.agent(slot, local)
+        clock = self.clock[slot, local]
+        clock[:, agent] += 1
+        self.read_clock[at, agent] = clock[0, agent]
+        return int(clock[0, agent])
+
+    def fence_async(self, g: Gang) -> None:
+        """fence.proxy.async: the async proxy may see all that happened before."""
+        slot, warp = g.cta[:, 0], g.warps % self.wpc
+        self.clock[slot, warp, 1] = np.maximum(self.clock[slot, warp, 1], self.clock[slot, warp, 0])
+
+    # -- ordering ------------------------------------------------------------------------------
+
+    def fresh(self) -> Any:
+        """What an object that orders knows at first: nothing. Shape (2, agents)."""
+        return np.zeros((2, self.agents), np.int32)
+
+    def release(self, known: Any, slot: int, local: int) -> None:
+        """An agent publishes what it knows into an object, in place, and starts a new stretch of its own."""
+        clock = self.clock[slot, local]
+        np.maximum(known, clock, out=known)
+        clock[0, self.agent(slot, local)] += 1
+
+    def acquire(self, known: Any, slot: int, local: int) -> None:
+        """An agent learns what an object knows."""
+        clock = self.clock[slot, local]
+        np.maximum(clock, known, out=clock)

@@ -1,0 +1,134 @@
+"""A parsed kernel made ready to run: registers in slots, variables at addresses, segments compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cubinery.aot.ptxsim.codegen import Scope, build, segment_source
+from cubinery.aot.ptxsim.emit import emit, wait
+from cubinery.aot.ptxsim.errors import SimError
+from cubinery.aot.ptxsim.isa.base import Instr, Register, Symbol
+from cubinery.aot.ptxsim.memory import GENERIC, SHARED_BASE
+from cubinery.aot.ptxsim.parser import Entry, Module, Variable
+from cubinery.aot.ptxsim.program import Segment, defined, segments, used
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A segment with its function and what the machine asks of it."""
+
+    segment: Segment
+    run: Callable[..., Any]
+    live: list[int]
+    """Slots of the registers that are live at its start."""
+    count: int
+    """Instructions in it."""
+    converge: int | None
+    """Member mask where it is a constant; None where there is none, or a register (then `converge_slot`)."""
+    converge_slot: int
+    index: int
+    """Index of its first instruction."""
+    source: str
+
+
+class Translation:
+    """One kernel of one module. Immutable once made; serves every launch."""
+
+    def __init__(self, module: Module, entry: Entry, name: str = "PTX") -> None:
+        self.module, self.entry, self.name = module, entry, name
+        self.instrs = list(entry.instructions)
+        self._index = {id(instr): i for i, instr in enumerate(self.instrs)}
+        self._params = {p.name: p for p in entry.params}
+        self._place_variables((*module.variables, *entry.variables))
+        cut = segments(entry)
+        every = {r: None for s in cut for i in s.all for r in (*used(i), *defined(i))}
+        self.slots: dict[Register, int] = {register: i for i, register in enumerate(every)}
+        self._used = frozenset(r for s in cut for i in s.all for r in used(i))
+        self.unit = min((_unit(instr) for instr in self.instrs), default=4)
+        """Bytes of shared memory that the race check tells apart."""
+        self.segments = [self._compile(segment) for segment in cut]
+
+    # -- addresses -----------------------------------------------------------------------------
+
+    def _place_variables(self, variables: tuple[Variable, ...]) -> None:
+        """Static shared variables from SHARED_BASE on, then the dynamic ones, all at one address."""
+        self._addresses: dict[str, int] = {}
+        self._shared: set[str] = set()
+        at, dynamic_align = SHARED_BASE, 16
+        self.static_globals: list[Variable] = []
+        local = 0
+        for v in variables:
+            if v.space == "shared" and not v.extern:
+                at = -(-at // v.align) * v.align
+                self._addresses[v.name], at = at, at + v.size
+                self._shared.add(v.name)
+            elif v.space == "shared":
+                dynamic_align = max(dynamic_align, v.align)
+            elif v.space == "local":
+                local = -(-local // v.align) * v.align
+                self._addresses[v.name], local = local, local + v.size
+            else:
+                self.static_globals.append(v)
+        self.static_shared = at - SHARED_BASE
+        self.dynamic_start = -(-at // dynamic_align) * dynamic_align
+        self.local_size = -(-local // 16) * 16
+        for v in variables:
+            if v.space == "shared" and v.extern:
+                self._addresses[v.name] = self.dynamic_start
+                self._shared.add(v.name)
+        if self.static_globals:
+            names = ", ".join(v.name for v in self.static_globals)
+            raise SimError(f"{self.name}: module variables in global or constant memory are not executed: {names}")
+
+    def symbol(self, symbol: Symbol) -> int | str:
+        """The address of a variable or parameter in its own window: a number, or an expression where it depends."""
+        if symbol.name in self._params:
+            return GENERIC["param"] + self._params[symbol.name].offset + symbol.offset
+        if symbol.name not in self._addresses:
+            raise ValueError(f"unknown symbol {symbol.name}")
+        address = self._addresses[symbol.name] + symbol.offset
+        return f"rt.own_shared(g, {address})" if symbol.name in self._shared else address
+
+    def window(self, space: str) -> int:
+        return GENERIC[space]
+
+    # -- instructions --------------------------------------------------------------------------
+
+    def index(self, instr: Instr) -> int:
+        """The number of an instruction, by which faults find it."""
+        return self._index[id(instr)]
+
+    def wanted(self, _instr: Instr) -> frozenset[Register]:
+        """Registers that anything reads: a load into any other need not find it written."""
+        return self._used
+
+    def _compile(self, segment: Segment) -> Compiled:
+        scope = Scope(self)
+        source = segment_source(scope, segment, emit, wait)
+        mask, slot = None, -1
+        if segment.converge is not None:
+            if isinstance(segment.converge, Register):
+                slot = self.slots[segment.converge]
+            else:
+                mask = segment.converge.value & 0xFFFFFFFF  # type: ignore[union-attr]
+        every = segment.all
+        return Compiled(
+            segment=segment,
+            run=build(source, f"<{self.name} segment {segment.number}, line {segment.line}>", scope.constants),
+            live=sorted(self.slots[r] for r in segment.live_in),
+            count=len(every),
+            converge=mask,
+            converge_slot=slot,
+            index=self._index[id(every[0])] if every else 0,
+            source=source,
+        )
+
+
+def _unit(instr: Instr) -> int:
+    """Bytes of the narrowest access to memory that an instruction makes, at most 4."""
+    if instr.opcode not in ("ld", "st", "atom", "red"):
+        return 4
+    widths = [1 if w[1:] == "8" else 2 for w in instr.modifiers if w in ("b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16")]
+    return min(widths, default=4) if not {"global", "param", "const", "local"} & set(instr.modifiers) else 4
