@@ -24,7 +24,7 @@ ARCHS := $(subst $(comma), ,$(ARCH))
 ARCH_FLAGS  = $(foreach a,$(ARCHS),--arch $(a))
 BUILD_FLAGS = $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) --out $(OUT) $(if $(JOBS),--jobs $(JOBS))
 
-.PHONY: help kernels test lint format type contract wheel gpu-test bench bench-host bench-build clean distclean install need-arch
+.PHONY: help kernels test lint format type contract wheel gpu-test sanitize bench bench-host bench-build clean distclean install need-arch
 
 help:  ## Show this list
 	@echo "Targets (variables: ARCH, SPEC, OUT, JOBS, BUNDLE, DIST, PYTEST_ARGS, PYTHON):"
@@ -82,6 +82,13 @@ contract: $(STAMP)  ## import-linter: imports point down
 # run-time dependencies and pytest.
 gpu-test:  ## Run the GPU tests against BUNDLE=... (needs no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+sanitize:  ## Run compute-sanitizer's four tools over the kernels of BUNDLE=... (needs a GPU, no compiler)
+	@for tool in memcheck racecheck synccheck initcheck; do \
+	  echo "compute-sanitizer --tool $$tool"; \
+	  PYTHONPATH=src compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 9 \
+	    $(PYTHON) tests/gpu/sanitize.py $(BUNDLE) || exit $$?; \
+	done
 
 bench:  ## Measure BUNDLE=... on this machine's GPU and draw the roofline (needs no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks $(BENCH_ARGS)
