@@ -30,12 +30,12 @@ def _table() -> dict[str, tuple[tuple[frozenset[str], Operation], ...]]:
 def find(instr: Instr) -> Operation | None:
     """The pure operation of an instruction, or None where its opcode is not one.
 
-    Where several files have the opcode (`add` of integers, of f32, of f16), the last type in it decides.
+    Where several files have the opcode (`add` of integers, of f32, of f16), the first type in it decides: that of the result (`add.f32.f16`).
     """
     candidates = _table().get(instr.opcode, ())
     if len(candidates) <= 1:
         return candidates[0][1] if candidates else None
-    for word in reversed(instr.modifiers):
+    for word in instr.modifiers:
         for types, operation in candidates:
             if word in types:
                 return operation

@@ -1,6 +1,8 @@
 """Numbers as registers keep them: integer types, packed pairs, and the canonical bits of float results.
 
-Sections that the files of this folder cite are those of PTX ISA 9.0. Everything here works on arrays of raw bits (see base.py). Functions of this package never write into their
+Sections that the files of this folder cite are those of PTX ISA 9.0.
+
+Everything here works on arrays of raw bits (see base.py). Functions of this package never write into their
 arguments. They run under `np.errstate(all="ignore")`, which whoever calls compiled instructions enters once:
 lanes that do not execute hold garbage, and arithmetic on garbage overflows.
 """
