@@ -53,7 +53,6 @@ def gpu(bundle: Path) -> Gpu:
     """The current device and the opened bundle."""
     library = opened()
     assert isinstance(library, Library)
-    torch.backends.cuda.matmul.allow_tf32 = False
     return Gpu(library, torch.device("cuda", torch.cuda.current_device()))
 
 
