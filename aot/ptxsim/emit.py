@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cubinery.aot.ptxsim.codegen import Scope, Value, emit_move, emit_pure
+from cubinery.aot.ptxsim.isa import matrix_memory
 from cubinery.aot.ptxsim.isa.base import (
     DTYPES,
     Address,
@@ -300,49 +301,30 @@ def mbarrier(scope: Scope, instr: Instr) -> None:
 
 def matrix_load(scope: Scope, instr: Instr) -> None:
     """9.7.14.5.15 ldmatrix."""
-    mods = Modifiers(instr)
-    mods.expect("sync")
-    mods.expect("aligned")
-    shape = mods.expect("m8n8", "m16n16", "m8n16")
-    count = int(mods.expect("x1", "x2", "x4")[1:])
-    trans = mods.take("trans")
-    mods.choose("shared", "shared::cta")
-    container = mods.choose("b8x16.b6x16_p32", "b8x16.b4x16_p64")
-    kind = mods.next()
-    mods.done()
-    if shape != "m8n8" or kind != "b16" or container:
-        instr.unknown("shape is not executed")
+    form = matrix_memory.load_form(instr)
     targets = flatten(instr.operands[0])
-    if len(targets) != count:
-        instr.unknown(f"expected {count} registers")
+    if len(targets) != form.registers:
+        instr.unknown(f"expected {form.registers} registers")
     guard = scope.guard(instr.guard)
     address = scope.address(instr.operands[1], instr, "b32")
     names = [scope.name() for _ in targets]
-    scope.emit(
-        f"{', '.join(names)}, = rt.load_matrix(g, {scope.mask(guard)}, {_k(scope, instr)}, {address}, {count}, {trans})"
-    )
+    call = f"rt.load_matrix(g, {scope.mask(guard)}, {_k(scope, instr)}, {address}, {scope.constant(form)})"
+    scope.emit(f"{', '.join(names)}, = {call}")
     for target, name in zip(targets, names, strict=True):
         scope.write(target, Value("b32", {"raw": name}), guard)
 
 
 def matrix_store(scope: Scope, instr: Instr) -> None:
     """9.7.14.5.16 stmatrix."""
-    mods = Modifiers(instr)
-    mods.expect("sync")
-    mods.expect("aligned")
-    mods.expect("m8n8")
-    count = int(mods.expect("x1", "x2", "x4")[1:])
-    trans = mods.take("trans")
-    mods.choose("shared", "shared::cta")
-    mods.expect("b16")
-    mods.done()
+    form = matrix_memory.store_form(instr)
     sources = flatten(instr.operands[1])
-    if len(sources) != count:
-        instr.unknown(f"expected {count} registers")
+    if len(sources) != form.registers:
+        instr.unknown(f"expected {form.registers} registers")
     address = scope.address(instr.operands[0], instr, "b32")
     values = ", ".join(scope.raw(s, "b32") for s in sources)
     mask = scope.mask(scope.guard(instr.guard))
-    scope.emit(f"rt.store_matrix(g, {mask}, {_k(scope, instr)}, {address}, ({values},), {trans})")
+    form_name = scope.constant(form)
+    scope.emit(f"rt.store_matrix(g, {mask}, {_k(scope, instr)}, {address}, ({values},), {form_name})")
 
 
 def copy(scope: Scope, instr: Instr) -> None:

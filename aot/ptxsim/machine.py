@@ -92,6 +92,7 @@ class Machine(Copies, Barriers):
         self._threads_of_cta = first
         self.live = np.zeros((slots * self.wpc, LANES), bool)
         self.named, self.mbarriers, self.clusters = {}, {}, {}
+        self._maps = {}
         self.ready: Ready = {}
         self.stuck: dict[int, list[Gang]] = {}
         self.parked: dict[Parked, None] = {}

@@ -194,6 +194,8 @@ class SharedMemory:
         self.stride = -(-size // 1024) * 1024
         data = np.full(ctas * self.stride, POISON, np.uint8)
         self.block = Block(data, np.zeros(len(data), np.uint8) if track else None)
+        self.chunks = data.reshape(-1, 16)
+        """The same bytes in pieces of 16."""
 
     def reset(self, cta: int) -> None:
         """Poison a CTA's memory: a new CTA takes its place."""
