@@ -21,7 +21,7 @@ from cubinery.aot.ptxsim.isa.values import Array, canonical64
 TYPES = frozenset({"f64"})
 
 _SMALLEST = -1074
-_LARGEST = Fraction(2) ** 1024 - Fraction(2) ** 970
+_LARGEST = Fraction(2) ** 1024 - Fraction(2) ** 971
 
 
 def round_fraction(exact: Fraction, mode: str) -> float:

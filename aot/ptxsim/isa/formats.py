@@ -90,6 +90,7 @@ def encode(
     finite = np.isfinite(magnitude)
     magnitude = np.where(finite, magnitude, 0.0)
     exponent = np.maximum(np.frexp(magnitude)[1].astype(np.int64) - 1, fmt.least_exponent)
+    exponent = np.where(magnitude == 0, fmt.least_exponent, exponent)
     scaled = np.ldexp(magnitude, fmt.mantissa_bits - exponent)
     steps = _round_integer(scaled, negative, rounding, random, random_bits).astype(np.int64)
     code = np.minimum(exponent - fmt.least_exponent, 1 << 20) * (1 << fmt.mantissa_bits) + steps
