@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -142,7 +141,7 @@ def fma(a: Value, b: Value, c: Value, mode: str) -> Value:
             return -0.0 if product_negative else 0.0
         return -0.0 if mode == "rm" else 0.0
     left, right, addend = (math.copysign(1.0, x) if isinstance(x, Fraction) else x for x in (a, b, c))
-    if math.isinf(left) and right == 0 or math.isinf(right) and left == 0:
+    if (math.isinf(left) and right == 0) or (math.isinf(right) and left == 0):
         return math.nan
     return left * right + addend
 
@@ -166,7 +165,10 @@ def divide(a: Value, b: Value, mode: str) -> Value:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a / b
     negative = is_negative(a) != is_negative(b)
-    signed: Callable[[float], float] = lambda x: -x if negative else x
+
+    def signed(x: float) -> float:
+        return -x if negative else x
+
     if a != a or b != b or (a == 0 and b == 0) or (abs(a) == math.inf and abs(b) == math.inf):
         return math.nan
     return signed(math.inf) if b == 0 or abs(a) == math.inf else signed(0.0)

@@ -63,9 +63,9 @@ def shfl(instr: Instr) -> Compiled:
     mods.done()
     with_predicate = isinstance(instr.operands[0], Pair)
     fixed = None
-    if all(isinstance(operand, Immediate) for operand in instr.operands[2:4]):
-        by, clamp = (np.uint32(operand.value & 0xFFFFFFFF) for operand in instr.operands[2:4])  # type: ignore[union-attr]
-        fixed = shuffle_source(mode, by, clamp)
+    match instr.operands[2:4]:
+        case (Immediate(distance), Immediate(limit)):
+            fixed = shuffle_source(mode, np.uint32(distance & 0xFFFFFFFF), np.uint32(limit & 0xFFFFFFFF))
 
     def shuffle(a: Array, by: Array, clamp: Array, _mask: Array) -> Any:
         source, inside = fixed or shuffle_source(mode, by, clamp)

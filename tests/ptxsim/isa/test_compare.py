@@ -32,7 +32,10 @@ def test_integers(kind: str) -> None:
     """9.7.6.2 setp of integers; lo, ls, hi, hs are the unsigned orders; bits know eq and ne alone."""
     width = int(kind[1:])
     a, b = bits_of(width)
-    value: Callable[[int], int] = lambda x: x - (1 << width) if kind[0] == "s" and x >> (width - 1) else x
+
+    def value(x: int) -> int:
+        return x - (1 << width) if kind[0] == "s" and x >> (width - 1) else x
+
     names = {name: name for name in INTEGER} | (UNSIGNED if kind[0] == "u" else {})
     for name, meaning in names.items():
         if kind[0] == "b" and meaning not in ("eq", "ne"):
@@ -137,7 +140,9 @@ def test_selection(kind: str) -> None:
     assert run(f"slct.ftz.{kind}.f32", a, b, c) == [10, 11, 22, 23, 14]
 
 
-@pytest.mark.parametrize("name", ["setp.lo.f32", "setp.equ.s32", "setp.lt.ftz.f64", "setp.lt", "selp.f16", "set.eq.s32"])
+@pytest.mark.parametrize(
+    "name", ["setp.lo.f32", "setp.equ.s32", "setp.lt.ftz.f64", "setp.lt", "selp.f16", "set.eq.s32"]
+)
 def test_refused(name: str) -> None:
     """What is no PTX raises with the line."""
     with pytest.raises(UnknownInstruction, match="PTX line 1"):

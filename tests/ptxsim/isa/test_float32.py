@@ -96,7 +96,10 @@ def hard_cases() -> tuple[list[int], list[int], list[int]]:
     triples += [(above, below, c) for c in (0x00400001, 0x00400003, F32.sign | 0x00400001)]
     big = encode(Fraction(2) ** 127, F32)
     triples += [(big, one, F32.max_code), (big, encode(Fraction(2), F32), F32.max_code | F32.sign)]
-    triples += [(F32.max_code, one, encode(Fraction(2) ** 103, F32)), (F32.max_code, one, encode(Fraction(2) ** 102, F32))]
+    triples += [
+        (F32.max_code, one, encode(Fraction(2) ** 103, F32)),
+        (F32.max_code, one, encode(Fraction(2) ** 102, F32)),
+    ]
     columns = zip(*triples, strict=True)
     return tuple(list(column) for column in columns)  # type: ignore[return-value]
 

@@ -83,7 +83,9 @@ def test_signs_and_extremes() -> None:
     assert run("testp.normal.f64", [1, 0, one, nan, F64.inf]) == [0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["add.ftz.f64", "add.sat.f64", "div.f64", "div.approx.f64", "max.NaN.f64", "sqrt.rn.ftz.f64"])
+@pytest.mark.parametrize(
+    "name", ["add.ftz.f64", "add.sat.f64", "div.f64", "div.approx.f64", "max.NaN.f64", "sqrt.rn.ftz.f64"]
+)
 def test_refused(name: str) -> None:
     """What is no PTX raises with the line."""
     with pytest.raises(UnknownInstruction, match="PTX line 1"):

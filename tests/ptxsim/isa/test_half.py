@@ -140,7 +140,10 @@ def test_extremes(kind: str, name: str) -> None:
     assert run(f"{name}.xorsign.abs.{kind}", a, b) == signed
 
 
-@pytest.mark.parametrize(("name", "kind"), [("ex2.approx", "f16"), ("ex2.approx.ftz", "bf16"), ("tanh.approx", "f16"), ("tanh.approx", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("ex2.approx", "f16"), ("ex2.approx.ftz", "bf16"), ("tanh.approx", "f16"), ("tanh.approx", "bf16")],
+)
 def test_transcendental(name: str, kind: str) -> None:
     """9.7.4.10 ex2, .9 tanh: every code, against the C library's float64 function rounded once."""
     fmt = NAMES[kind]

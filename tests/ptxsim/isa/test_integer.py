@@ -144,9 +144,7 @@ def test_sign(kind: str) -> None:
 def test_relu_and_pairs() -> None:
     """min and max with .relu, and per half of .u16x2 and .s16x2 (9.7.1.12, .13); add.u16x2 (9.7.1.1)."""
     a, b = pairs(32)
-    assert run("min.relu.s32", a, b) == [
-        max(0, min(signed(x, 32), signed(y, 32))) for x, y in zip(a, b, strict=True)
-    ]
+    assert run("min.relu.s32", a, b) == [max(0, min(signed(x, 32), signed(y, 32))) for x, y in zip(a, b, strict=True)]
 
     def halves(x: int, y: int, f: Callable[[int, int], int]) -> int:
         return (f(x >> 16, y >> 16) & 0xFFFF) << 16 | f(x & 0xFFFF, y & 0xFFFF) & 0xFFFF
