@@ -91,6 +91,11 @@ def bits_to_float(bits: Int32) -> Float32:
 # -- memory --------------------------------------------------------------------------------------
 
 
+def load_global_v2(address: Int64) -> tuple[Int32, Int32]:
+    """Two consecutive int32 from global memory."""
+    return inline("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[address])
+
+
 def load_global_v4(address: Int64) -> tuple[Uint32, ...]:
     """16 bytes from global memory."""
     return inline(
@@ -100,11 +105,19 @@ def load_global_v4(address: Int64) -> tuple[Uint32, ...]:
     )
 
 
+def load_global_f32(address: Int64) -> Float32:
+    """One fp32 value from global memory, requested in program order (see `load_global_f32x4`)."""
+    return inline("ld.relaxed.gpu.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
 def load_global_f32x4(address: Int64) -> list[Float32]:
-    """Four consecutive fp32 values from global memory."""
+    """Four consecutive fp32 values from global memory, requested in program order.
+
+    A plain load may be moved down to its first use, behind loads that others wait for; a relaxed one is not.
+    """
     return list(
         inline(
-            "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
             write_only_types=[Float32] * 4,
             read_only_args=[address],
         )

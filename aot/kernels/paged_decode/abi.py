@@ -10,8 +10,8 @@ from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.manifest import KernelRecord, TensorMapSpec, pack_params
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig, ReduceConfig
 
-REDUCE_WARPS = 4
-"""Warps of a reduction CTA; each merges every fourth split of one query row."""
+REDUCE_WARPS = 8
+"""Warps of a reduction CTA; each merges every eighth split of one query row."""
 
 
 def declare(config: KernelConfig, arch: Arch) -> KernelRecord:

@@ -1,4 +1,4 @@
-"""Merge the partial results of split sequences: one CTA a query row, each warp every fourth split.
+"""Merge the partial results of split sequences: one CTA a query row, its warps take turns over the splits.
 
 Any number of splits: the loop is not unrolled to a compile-time maximum. Sequences that were not split
 were written by the decode kernel; their CTAs leave at once.
@@ -15,13 +15,17 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_ptr
 
 from cubinery.aot.kernels.common import ptx
-from cubinery.aot.kernels.common.memory import load_f32, load_i32, store_f32
+from cubinery.aot.kernels.common.memory import store_f32
 from cubinery.aot.kernels.paged_decode.abi import REDUCE_WARPS, reduce_smem_bytes
 from cubinery.runtime.arch import Arch
-from cubinery.runtime.ops.paged_decode.config import ReduceConfig
+from cubinery.runtime.ops.paged_decode.config import MAX_SPLITS, ReduceConfig
 
 LOG2E = math.log2(math.e)
 NEG_INF = -math.inf
+PER_LANE = MAX_SPLITS // 32
+"""Splits whose m and l one lane holds."""
+AHEAD = 32 // REDUCE_WARPS
+"""Splits of a warp among 32, whose O it requests at once; of the first 32 before their weights are known."""
 
 
 class PagedDecodeReduce:
@@ -87,31 +91,38 @@ class PagedDecodeReduce:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
-        n_splits = load_i32(splits, Int64(seq) * 2)
+        n_splits, first_slot = ptx.load_global_v2(splits.toint() + Int64(seq) * 8)
         if n_splits > 1:
             rows = num_kv_heads * n_q
-            first = Int64(load_i32(splits, Int64(seq) * 2 + 1)) * rows + row
+            first = Int64(first_slot) * rows + row
+            o_row = o_partial.toint() + (first * d + lane * 4) * 4
+            o_step = Int64(rows) * (d * 4)
 
-            # Every warp finds the row's maximum and sum for itself: at most eight loads a lane.
-            peak = Float32(NEG_INF)
-            for j in cutlass.range(lane, n_splits, 32, unroll=1):
-                peak = cute.arch.fmax(peak, load_f32(m_partial, first + Int64(j) * rows))
+            # Everything that waits for nothing else is requested first: one round trip to memory instead of three.
+            ahead = [self.load_o(o_row, o_step, warp + t * REDUCE_WARPS, n_splits) for t in range(AHEAD)]
+            peaks = [self.load_stat(m_partial, first, rows, lane + 32 * k, n_splits, NEG_INF) for k in range(PER_LANE)]
+            sums = [self.load_stat(l_partial, first, rows, lane + 32 * k, n_splits, 0.0) for k in range(PER_LANE)]
+
+            # Every warp finds the row's maximum and sum for itself.
+            peak = peaks[0]
+            for m in peaks[1:]:
+                peak = cute.arch.fmax(peak, m)
             for distance in (1, 2, 4, 8, 16):
                 peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=distance))
             base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
+            weights = [ptx.exp2((m - base) * LOG2E) for m in peaks]
             total = Float32(0.0)
-            for j in cutlass.range(lane, n_splits, 32, unroll=1):
-                weight = ptx.exp2((load_f32(m_partial, first + Int64(j) * rows) - base) * LOG2E)
-                total = total + weight * load_f32(l_partial, first + Int64(j) * rows)
+            for weight, l in zip(weights, sums, strict=True):
+                total = total + weight * l
             for distance in (1, 2, 4, 8, 16):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
 
-            acc = [Float32(0.0)] * (4 * self.vectors)
-            for j in cutlass.range(warp, n_splits, REDUCE_WARPS, unroll=4):
-                weight = ptx.exp2((load_f32(m_partial, first + Int64(j) * rows) - base) * LOG2E)
-                source = o_partial.toint() + ((first + Int64(j) * rows) * d + lane * 4) * 4
-                values = [x for v in range(self.vectors) for x in ptx.load_global_f32x4(source + v * 512)]
-                acc = [x + weight * y for x, y in zip(acc, values, strict=True)]
+            acc = self.add([Float32(0.0)] * (4 * self.vectors), ahead, weights[0], warp)
+            for k in cutlass.range_constexpr(1, PER_LANE):
+                if n_splits > 32 * k:
+                    splits_now = [32 * k + warp + t * REDUCE_WARPS for t in range(AHEAD)]
+                    values = [self.load_o(o_row, o_step, split, n_splits) for split in splits_now]
+                    acc = self.add(acc, values, weights[k], warp)
             for v in cutlass.range_constexpr(self.vectors):
                 ptx.store_shared_f32x4(smem + (warp * d + v * 128 + lane * 4) * 4, acc[4 * v : 4 * v + 4])
             cute.arch.sync_threads()
@@ -124,15 +135,41 @@ class PagedDecodeReduce:
             target = (
                 Int64(seq) * o_seq + Int64(token) * o_token + Int64(head * group_size + n - token * group_size) * o_head
             )
-            for v in cutlass.range_constexpr(self.vectors):
-                column = tidx + v * 128
+            if tidx < d:
                 value = Float32(0.0)
                 for w in cutlass.range_constexpr(REDUCE_WARPS):
-                    value = value + ptx.load_shared_f32(smem + (w * d + column) * 4)
-                cute.make_tensor(o + (target + column), cute.make_layout(1))[0] = (value * factor).to(BFloat16)
+                    value = value + ptx.load_shared_f32(smem + (w * d + tidx) * 4)
+                cute.make_tensor(o + (target + tidx), cute.make_layout(1))[0] = (value * factor).to(BFloat16)
             if tidx == 0:
                 result = cutlass.select_(total == 0.0, Float32(NEG_INF), base + cute.math.log(total))
                 store_f32(lse, Int64(seq) * rows + row, result)
+
+    def add(self, acc, values, weights, warp):
+        """acc + weight * O of this warp's splits among 32, whose weights the 32 lanes hold."""
+        for t, row in enumerate(values):
+            weight = cute.arch.shuffle_sync(weights, offset=warp + t * REDUCE_WARPS)
+            acc = [x + weight * y for x, y in zip(acc, row, strict=True)]
+        return acc
+
+    def load_vectors(self, address):
+        """This lane's columns of one partial row of O: four of every 128."""
+        return [x for v in range(self.vectors) for x in ptx.load_global_f32x4(address + v * 512)]
+
+    @cute.jit
+    def load_o(self, o_row, o_step, split, n_splits):
+        """`load_vectors` of a split, zeros past the last one."""
+        values = [Float32(0.0)] * (4 * self.vectors)
+        if split < n_splits:
+            values = self.load_vectors(o_row + Int64(split) * o_step)
+        return values
+
+    @cute.jit
+    def load_stat(self, pointer, first, rows, split, n_splits, absent):
+        """m or l of a split, `absent` past the last one."""
+        value = Float32(absent)
+        if split < n_splits:
+            value = ptx.load_global_f32(pointer.toint() + (first + Int64(split) * rows) * 4)
+        return value
 
 
 def entry(config: ReduceConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
