@@ -19,7 +19,7 @@ from cubinery.aot.ptxsim.memory import (
     SharedMemory,
 )
 from cubinery.aot.ptxsim.races import Races
-from cubinery.aot.ptxsim.state import LANES, Gang
+from cubinery.aot.ptxsim.state import LANES, Gang, spread
 from cubinery.aot.ptxsim.translate import Translation
 
 _WINDOW_MASK = np.uint32((1 << RANK_SHIFT) - 1)
@@ -56,7 +56,7 @@ class Access:
         if g is not None and len(g):
             row = 0
             if lanes is not None:
-                lanes = np.broadcast_to(lanes, (len(g), LANES)) & g.lanes()
+                lanes = spread(lanes, len(g)) & g.lanes()
                 where = np.argwhere(lanes)
                 if len(where):
                     row, lane = (int(i) for i in where[0])
@@ -90,7 +90,7 @@ class Access:
         """The executing lanes under a guard: None for all."""
         if guard.all():
             return g.mask
-        full = np.broadcast_to(guard, (len(g), LANES))
+        full = spread(guard, len(g))
         return full if g.mask is None else full & g.mask
 
     @staticmethod
@@ -101,7 +101,7 @@ class Access:
     @staticmethod
     def full(g: Gang, value: Any) -> Any:
         """A value for every lane of every warp."""
-        return np.broadcast_to(value, (len(g), LANES))
+        return spread(value, len(g))
 
     @staticmethod
     def elect(members: Any) -> tuple[Any, Any]:
@@ -128,7 +128,9 @@ class Access:
                 ranks = np.where(mask, ranks, 0)
             if (ranks >= self.cluster_size).any():
                 bad = ranks >= self.cluster_size
-                self.fail(OutOfBoundsFault, f"shared address of a CTA outside the cluster of {self.cluster_size}", g, k, bad)
+                self.fail(
+                    OutOfBoundsFault, f"shared address of a CTA outside the cluster of {self.cluster_size}", g, k, bad
+                )
             owner = self.cluster_base[g.cta] + ranks
             address = address & _WINDOW_MASK
         if address.min() < SHARED_BASE or address.max() > self.shared.size - size:
@@ -185,7 +187,7 @@ class Access:
         if size > 1:
             self._check_aligned(g, mask, k, address, size)
         if mask is not None:
-            address = np.broadcast_to(address, (len(g), LANES))
+            address = spread(address, len(g))
             used = address[mask]
             if not used.size:
                 return tuple(np.zeros((1, 1), WIDTHS[width]) for _ in range(count))
@@ -208,7 +210,7 @@ class Access:
         self, g: Gang, mask: Any, k: int, address: Any, width: int, count: int, wanted: Any
     ) -> tuple[Any, ...]:
         """A gather over several allocations."""
-        address = np.broadcast_to(address, (len(g), LANES))
+        address = spread(address, len(g))
         result = tuple(np.zeros(address.shape, WIDTHS[width]) for _ in range(count))
         for found, inside in self._pieces(g, mask, k, address, width * count):
             index = (address[inside] - np.uint64(found.origin)).astype(np.int64)
@@ -236,7 +238,7 @@ class Access:
         size = width * len(values)
         if size > 1:
             self._check_aligned(g, mask, k, address, size)
-        address = np.broadcast_to(address, (len(g), LANES))
+        address = spread(address, len(g))
         for found, inside in self._pieces(g, mask, k, address, size):
             index = (address[inside] - np.uint64(found.origin)).astype(np.int64)
             found.block.store(index, width, tuple(np.broadcast_to(v, address.shape)[inside] for v in values))
@@ -280,7 +282,7 @@ class Access:
 
     def _by_space(self, g: Gang, mask: Any, address: Any) -> list[tuple[str, Any, Any]]:
         """(space, lanes, address in it) of generic addresses."""
-        address = np.broadcast_to(address, (len(g), LANES))
+        address = spread(address, len(g))
         lanes = self.active(g, mask)
         found = []
         for space, base in GENERIC.items():
@@ -320,7 +322,7 @@ class Access:
 
     def map_shared(self, g: Gang, k: int, address: Any, rank: Any, generic: bool) -> Any:
         """mapa."""
-        if (np.broadcast_to(rank, (len(g), LANES))[g.lanes()] >= self.cluster_size).any():
+        if (spread(rank, len(g))[g.lanes()] >= self.cluster_size).any():
             self.fail(OutOfBoundsFault, f"mapa to a CTA outside the cluster of {self.cluster_size}", g, k)
         kind = address.dtype.type
         own = address & kind((1 << RANK_SHIFT) - 1)
@@ -340,7 +342,7 @@ class Access:
         if space == "generic":
             parts = self._by_space(g, mask, address)
         else:
-            parts = [(space, self.active(g, mask), np.broadcast_to(address, (len(g), LANES)))]
+            parts = [(space, self.active(g, mask), spread(address, len(g)))]
         for where, lanes, offset in parts:
             operands = [np.broadcast_to(v, old.shape)[lanes].view(dtype) for v in values]
             if where == "shared":
@@ -358,11 +360,11 @@ class Access:
 
 def _scatter(block: Block, g: Gang, mask: Any, index: Any, width: int, values: tuple[Any, ...]) -> None:
     shape = (len(g), LANES)
-    index = np.broadcast_to(index, shape)
+    index = spread(index, len(g))
     if mask is None:
         block.store(index, width, values)
     else:
-        block.store(index[mask], width, tuple(np.broadcast_to(v, shape)[mask] for v in values))
+        block.store(index[mask], width, tuple(spread(v, len(g))[mask] for v in values))
 
 
 def _apply(block: Block, index: Any, function: Any, operands: list[Any], dtype: Any, width: int) -> Any:
@@ -396,7 +398,14 @@ _ATOMIC: dict[str, Callable[..., Any]] = {
 
 def atomic_function(operation: str, kind: str) -> tuple[Callable[..., Any], Any]:
     """The function of an atomic operation and the NumPy type that it works on."""
-    names = {"b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "f16": np.float16, "f32": np.float32, "f64": np.float64}
+    names = {
+        "b16": np.uint16,
+        "b32": np.uint32,
+        "b64": np.uint64,
+        "f16": np.float16,
+        "f32": np.float32,
+        "f64": np.float64,
+    }
     dtype = names.get(kind)
     if dtype is None:
         dtype = np.dtype(f"{'u' if kind[0] == 'u' else ''}int{kind[1:]}").type

@@ -10,7 +10,7 @@ import numpy as np
 from cubinery.aot.ptxsim.access import Access
 from cubinery.aot.ptxsim.faults import BarrierFault, DivergedFault, TransactionFault
 from cubinery.aot.ptxsim.memory import RANK_SHIFT
-from cubinery.aot.ptxsim.state import LANES, Gang
+from cubinery.aot.ptxsim.state import LANES, Gang, spread
 
 MAX_BARRIERS = 16
 MAX_COUNT = (1 << 20) - 1
@@ -61,7 +61,8 @@ class MBarrier:
     """What arrivals of the current phase published."""
     published: Any = None
     """What the last complete phase published."""
-    late: int = 0
+    fenced: bool = False
+    """Its initialisation is visible to the async proxy and to other CTAs."""
 
 
 class Barriers(Access):
@@ -70,6 +71,8 @@ class Barriers(Access):
     named: dict[tuple[int, int], Named]
     mbarriers: dict[tuple[int, int], MBarrier]
     clusters: dict[int, tuple[set[int], list[tuple[Parked, int]]]]
+    unfenced: dict[int, list[MBarrier]]
+    """Barriers that a warp initialised and has not fenced, by warp."""
     live: Any
     """Lanes that have not exited, by resident warp: bool (warps, 32)."""
 
@@ -88,10 +91,10 @@ class Barriers(Access):
 
     def _barrier_terms(self, g: Gang, k: int, number: Any, count: Any) -> tuple[Any, Any]:
         """Number and expected threads (0: all) of each row."""
-        first = np.broadcast_to(number, (len(g), LANES))[:, 0].astype(np.int64)
+        first = spread(number, len(g))[:, 0].astype(np.int64)
         threads = np.zeros(len(g), np.int64)
         if count is not None:
-            threads = np.broadcast_to(count, (len(g), LANES))[:, 0].astype(np.int64)
+            threads = spread(count, len(g))[:, 0].astype(np.int64)
             if (threads % LANES).any() or (threads < LANES).any():
                 self.fail(BarrierFault, f"thread count {int(threads[0])}: expected a multiple of {LANES}", g, k)
         if (first >= MAX_BARRIERS).any():
@@ -122,15 +125,15 @@ class Barriers(Access):
         self._whole_warps(g, g.mask, k)
         numbers, threads = self._barrier_terms(g, k, number, count)
         parked = self.park(g, then, k, f"barrier {int(numbers[0])}")
-        votes = None if vote is None else np.broadcast_to(vote, (len(g), LANES))
+        votes = None if vote is None else spread(vote, len(g))
         if votes is not None:
             g.frame[slot] = np.zeros((len(g), LANES), np.uint32)
         for row in range(len(g)):
-            self._arrive(g, row, k, int(numbers[row]), int(threads[row]), parked, None if votes is None else (votes[row], slot))
+            self._arrive(
+                g, row, k, int(numbers[row]), int(threads[row]), parked, None if votes is None else (votes[row], slot)
+            )
 
-    def _arrive(
-        self, g: Gang, row: int, k: int, number: int, threads: int, parked: Parked | None, vote: Any
-    ) -> None:
+    def _arrive(self, g: Gang, row: int, k: int, number: int, threads: int, parked: Parked | None, vote: Any) -> None:
         cta, warp = int(g.cta[row, 0]), int(g.warps[row])
         key = (cta, number)
         barrier = self.named.get(key)
@@ -166,7 +169,9 @@ class Barriers(Access):
         if barrier.arrived < barrier.expected:
             return
         if barrier.arrived > barrier.expected:
-            self.fail(BarrierFault, f"barrier {key[1]}: {barrier.arrived} threads arrived, {barrier.expected} expected", g, k)
+            self.fail(
+                BarrierFault, f"barrier {key[1]}: {barrier.arrived} threads arrived, {barrier.expected} expected", g, k
+            )
         del self.named[key]
         if barrier.votes:
             self._reduce_votes(barrier)
@@ -181,7 +186,9 @@ class Barriers(Access):
         words = self.kernel.instrs[barrier.k].modifiers
         for (parked, row), (_, slot) in zip(barrier.waiting, barrier.votes, strict=True):
             live = self.live[parked.gang.warps[row]]
-            value: Any = every[:, live].sum() if "popc" in words else every[:, live].all() if "and" in words else every.any()
+            value: Any = (
+                every[:, live].sum() if "popc" in words else every[:, live].all() if "and" in words else every.any()
+            )
             old = parked.gang.frame[slot].copy()
             old[row] = value
             parked.gang.frame[slot] = old if "popc" in words else old.astype(bool)
@@ -273,9 +280,9 @@ class Barriers(Access):
         shape = (len(g), LANES)
         self._check_aligned(g, mask, k, address, 8)
         self.shared_index(g, mask, k, address, 8)
-        address = np.broadcast_to(address, shape)
-        count = None if count is None else np.broadcast_to(count, shape)
-        tx = None if tx is None else np.broadcast_to(tx, shape)
+        address = spread(address, len(g))
+        count = None if count is None else spread(count, len(g))
+        tx = None if tx is None else spread(tx, len(g))
         state = np.zeros(shape, np.uint64)
         active = np.ones(shape, bool) if mask is None else mask
         for row, lane in np.argwhere(active).tolist():
@@ -285,12 +292,15 @@ class Barriers(Access):
                 self._init(g, row, lane, k, at, arrivals)
                 continue
             key, barrier = self.mbarrier_at(g, row, lane, k, at)
+            self._uses(g, row, lane, k, key)
             state[row, lane] = barrier.phase
             if operation == "inval":
                 del self.mbarriers[key]
                 continue
             if tx is not None:
-                self._expect(g, row, lane, k, key, barrier, int(tx[row, lane]) * (-1 if operation == "complete_tx" else 1))
+                self._expect(
+                    g, row, lane, k, key, barrier, int(tx[row, lane]) * (-1 if operation == "complete_tx" else 1)
+                )
             if operation in ("arrive", "arrive_drop"):
                 self._arrive_mbarrier(g, row, lane, k, key, barrier, arrivals, operation == "arrive_drop")
             elif operation == "complete_tx":
@@ -303,20 +313,34 @@ class Barriers(Access):
         key = self.mbarrier_key(int(g.cta[row, 0]), address)
         old = self.mbarriers.get(key)
         if old is not None and old.waiting:
-            self.fail(BarrierFault, f"mbarrier at {address:#x} is initialised while warps wait at it", g, k, _one(g, row, lane))
+            self.fail(
+                BarrierFault,
+                f"mbarrier at {address:#x} is initialised while warps wait at it",
+                g,
+                k,
+                _one(g, row, lane),
+            )
         self.mbarriers[key] = made = MBarrier(count, count)
         if self.races is not None:
             made.known, made.published = self.races.fresh(), self.races.fresh()
-            # Whoever uses the object must know of its initialisation: treated as a write of its bytes.
+            self.races.write(self, g, _one(g, row, lane), k, np.full((1, 1), key[0] * self.shared.stride + key[1]), 8)
+            self.unfenced.setdefault(int(g.warps[row]), []).append(made)
         self.shared.block.mark(key[0] * self.shared.stride + key[1], key[0] * self.shared.stride + key[1] + 8)
 
-    def _expect(
-        self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int], barrier: MBarrier, tx: int
-    ) -> None:
+    def _uses(self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int]) -> None:
+        """Who uses an mbarrier must know that it was initialised: for the race check a read of its bytes."""
+        if self.races is not None:
+            self.races.read(self, g, _one(g, row, lane), k, np.full((1, 1), key[0] * self.shared.stride + key[1]), 8)
+
+    def _expect(self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int], barrier: MBarrier, tx: int) -> None:
         barrier.tx += tx
         if not -MAX_COUNT <= barrier.tx <= MAX_COUNT:
             self.fail(
-                TransactionFault, f"transaction count {barrier.tx} at {key[1]:#x}: beyond {MAX_COUNT}", g, k, _one(g, row, lane)
+                TransactionFault,
+                f"transaction count {barrier.tx} at {key[1]:#x}: beyond {MAX_COUNT}",
+                g,
+                k,
+                _one(g, row, lane),
             )
 
     def _arrive_mbarrier(
@@ -363,13 +387,15 @@ class Barriers(Access):
             barrier.known[:, agent] = np.maximum(barrier.known[:, agent], value)
         self.mbarrier_advance(key, barrier)
 
-    def try_wait(self, g: Gang, k: int, then: int, address: Any, phase: Any, parity: bool, slot: int, spin: bool) -> None:
+    def try_wait(
+        self, g: Gang, k: int, then: int, address: Any, phase: Any, parity: bool, slot: int, spin: bool
+    ) -> None:
         """mbarrier.try_wait: a spin blocks until the phase is complete, a lone one tells what is."""
         shape = (len(g), LANES)
         active = g.lanes()
         self._check_aligned(g, g.mask, k, address, 8)
         self.shared_index(g, g.mask, k, address, 8)
-        address, phase = np.broadcast_to(address, shape), np.broadcast_to(phase, shape)
+        address, phase = spread(address, len(g)), spread(phase, len(g))
         lead = active.argmax(axis=1)
         rows = np.arange(len(g))
         same = active & (address == address[rows, lead][:, None]) & (phase == phase[rows, lead][:, None])
@@ -382,7 +408,8 @@ class Barriers(Access):
         done = np.zeros((len(g), 1), bool)
         found = []
         for row, lane in enumerate(lead.tolist()):
-            _, barrier = self.mbarrier_at(g, row, lane, k, int(address[row, lane]))
+            key, barrier = self.mbarrier_at(g, row, lane, k, int(address[row, lane]))
+            self._uses(g, row, lane, k, key)
             wanted = int(phase[row, lane])
             if parity:
                 # The phase of that parity that is not over, or the one before the current, which is.

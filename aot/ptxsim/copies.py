@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from cubinery.aot.ptxsim import boxes
 from cubinery.aot.ptxsim.barriers import Barriers
-from cubinery.aot.ptxsim.faults import DescriptorFault, MisalignedFault, OutOfBoundsFault, UninitialisedFault
-from cubinery.aot.ptxsim.isa import matrix_memory
-from cubinery.aot.ptxsim.memory import GENERIC, AccessError
-from cubinery.aot.ptxsim.state import LANES, Gang
+from cubinery.aot.ptxsim.faults import (
+    BarrierFault,
+    DescriptorFault,
+    Fault,
+    OutOfBoundsFault,
+    ProxyFault,
+    UninitialisedFault,
+)
+from cubinery.aot.ptxsim.groups import Groups
+from cubinery.aot.ptxsim.isa import matrix_memory, tma
+from cubinery.aot.ptxsim.memory import GENERIC
+from cubinery.aot.ptxsim.state import LANES, Gang, spread
 from cubinery.aot.ptxsim.tensormap import TensorMap
 
 
@@ -20,6 +27,7 @@ class Copies(Barriers):
     """Copies as generated code sees them. Machine derives from this."""
 
     _maps: dict[bytes, TensorMap]
+    groups: Groups
 
     def issue(self, queue: int, slot: int, land: Callable[[], None]) -> None:
         raise NotImplementedError
@@ -28,14 +36,14 @@ class Copies(Barriers):
 
     def _rows(self, g: Gang, k: int, address: Any, count: int) -> Any:
         """Byte index of each 16-byte row, (W, count); lane i holds the address of row i."""
-        address = np.broadcast_to(address, (len(g), LANES))[:, :count]
+        address = spread(address, len(g))[:, :count]
         self._check_aligned(g, None, k, address, 16)
         return self.shared_index(g, None, k, address, 16)
 
     @staticmethod
     def _per_lane(g: Gang, rows: Any) -> Any:
         """Rows' indices spread over 32 lanes, for checks; lanes without a row repeat the first."""
-        lanes = np.broadcast_to(rows[:, :1], (len(g), LANES)).copy()
+        lanes = spread(rows[:, :1], len(g)).copy()
         lanes[:, : rows.shape[1]] = rows
         return lanes
 
@@ -64,7 +72,7 @@ class Copies(Barriers):
         index = self._rows(g, k, address, form.rows)
         if self.races is not None:
             self.races.write(self, g, None, k, self._per_lane(g, index), 16)
-        registers = np.stack([np.broadcast_to(v, (len(g), LANES)) for v in values], axis=1)
+        registers = np.stack([spread(v, len(g)) for v in values], axis=1)
         words = np.ascontiguousarray(matrix_memory.store(form, registers)).view(np.uint64)
         self.shared.block.store(index, 8, (words[..., 0], words[..., 1]))
 
@@ -88,74 +96,176 @@ class Copies(Barriers):
                 self.fail(DescriptorFault, f"tensor map: {error}", g, k)
         return found
 
-    def tensor_load(
-        self, g: Gang, mask: Any, k: int, destination: Any, tensor: Any, coords: tuple[Any, ...], barrier: Any
-    ) -> None:
-        """cp.async.bulk.tensor from global to shared memory: each executing lane copies one box."""
-        shape = (len(g), LANES)
-        active = np.ones(shape, bool) if mask is None else mask
-        destination, tensor, barrier = (np.broadcast_to(v, shape) for v in (destination, tensor, barrier))
-        where = np.stack([np.broadcast_to(c, shape).view(np.int32) for c in coords], axis=-1)
+    def _placed(self, error: Fault, g: Gang, k: int, row: int, lane: int) -> NoReturn:
+        """A fault of the pure functions, with its place."""
+        where = np.zeros((len(g), LANES), bool)
+        where[row, lane] = True
+        raise type(error)(error.detail, self.place(g, k, where)) from None
+
+    def _tiles(self, g: Gang, mask: Any, k: int, tensor: Any, coords: tuple[Any, ...], mode: str) -> Any:
+        """(row, lane, tile) of each executing lane's box."""
+        where = np.stack([spread(c, len(g)).view(np.int32) for c in coords], axis=-1)
+        tensor = spread(tensor, len(g))
+        active = np.ones((len(g), LANES), bool) if mask is None else mask
         for row, lane in np.argwhere(active).tolist():
             box = self.tensor_map(g, row, k, int(tensor[row, lane]))
-            if box.rank != len(coords):
-                self.fail(DescriptorFault, f"{len(coords)} coordinates for a tensor map of rank {box.rank}", g, k)
-            at = int(destination[row, lane])
-            key, _ = self.mbarrier_at(g, row, lane, k, int(barrier[row, lane]))
-            self._tensor_load(g, row, lane, k, box, where[row, lane].tolist(), at, key)
+            at = where[row, lane].tolist()
+            try:
+                yield row, lane, tma.gather(box, at[0], at[1:]) if mode == "gather4" else tma.tile(box, at)
+            except Fault as error:
+                self._placed(error, g, k, row, lane)
 
-    def _tensor_load(
-        self, g: Gang, row: int, lane: int, k: int, box: TensorMap, coords: list[int], at: int, key: tuple[int, int]
+    def tensor_load(
+        self, g: Gang, mask: Any, k: int, destination: Any, tensor: Any, coords: tuple[Any, ...], mode: str, barrier: Any,
+        ranks: Any,
+    ) -> None:  # fmt: skip
+        """cp.async.bulk.tensor from global to shared memory: each executing lane copies one box."""
+        destination, barrier = spread(destination, len(g)), spread(barrier, len(g))
+        self._check_aligned(g, mask, k, barrier, 8)
+        for row, lane, tile in self._tiles(g, mask, k, tensor, coords, mode):
+            at, bar = int(destination[row, lane]), int(barrier[row, lane])
+            slot, offset = self.mbarrier_key(int(g.cta[row, 0]), at)
+            _, bar_offset = key = self.mbarrier_key(int(g.cta[row, 0]), bar)
+            if ranks is None:
+                targets = [(slot, key)]
+            else:  # the same offsets in every CTA of the mask
+                base = int(self.cluster_base[int(g.cta[row, 0])])
+                chosen = tma.multicast(int(spread(ranks, len(g))[row, lane]), self.cluster_size)
+                targets = [(base + rank, (base + rank, bar_offset)) for rank in chosen]
+            try:
+                tile.check_shared(offset, self.shared.size)
+            except Fault as error:
+                self._placed(error, g, k, row, lane)
+            self._check_source(g, row, lane, k, tile)
+            for slot, key in targets:
+                self._load_tile(g, row, lane, k, tile, slot, offset, key)
+
+    def _load_tile(
+        self, g: Gang, row: int, lane: int, k: int, tile: tma.Tile, slot: int, offset: int, key: tuple[int, int]
     ) -> None:
-        size = box.box[0] * boxes.element_size(box)
-        if at % 128 or size % boxes.CHUNK:
-            self.fail(MisalignedFault, f"a box of {size}-byte rows to {at:#x}: expected 128-byte alignment", g, k)
-        addresses, valid, first, last = boxes.rows(box, coords)
-        total = len(addresses) * size
-        slot, offset = self.mbarrier_key(int(g.cta[row, 0]), at)
-        if offset + total > self.shared.size:
-            self.fail(OutOfBoundsFault, f"a box of {total} bytes to shared address {at:#x} of {self.shared.size}", g, k)
-        pieces = self._sources(g, row, lane, k, addresses[valid] + first, last - first)
+        if key not in self.mbarriers:
+            where = np.zeros((len(g), LANES), bool)
+            where[row, lane] = True
+            self.fail(BarrierFault, f"no mbarrier was initialised at shared address {key[1]:#x}", g, k, where)
+        if self.races is not None and not self.mbarriers[key].fenced:
+            detail = f"the mbarrier at {key[1]:#x} was initialised and not made visible to the async proxy by a fence"
+            self.fail(ProxyFault, detail, g, k)
         start = slot * self.shared.stride + offset
-        places = (slot * self.shared.stride) // boxes.CHUNK + boxes.chunks(box.swizzle, offset // boxes.CHUNK, total // boxes.CHUNK)
         clock = None
         if self.races is not None:
             local = self.races.async_agent(slot, key[1])
-            units = np.arange(start // self.races.unit, (start + total) // self.races.unit)
+            units = np.arange(start // self.races.unit, (start + tile.shared_bytes) // self.races.unit)
             value = self.races.async_write(self, g, row, k, slot, local, units)
             clock = (self.races.agent(slot, local), value)
+        shared = self.shared.of(slot)
 
         def land() -> None:
-            data = np.zeros((len(addresses), size), np.uint8)
-            for block, index, rows in pieces:
-                target = np.flatnonzero(valid)[rows]
-                data[target, first:last] = block.data[index[:, None] + np.arange(last - first)]
-            self.shared.chunks[places] = data.reshape(-1, boxes.CHUNK)
-            self.shared.block.mark(start, start + total)
-            self.complete_tx(key, total, clock)
+            tile.put(shared, offset, tile.load(self.memory.bytes))
+            self.shared.block.mark(start, start + tile.shared_bytes)
+            self.complete_tx(key, tile.tx_bytes, clock)
 
         self.issue(0, slot, land)
 
-    def _sources(self, g: Gang, row: int, lane: int, k: int, addresses: Any, size: int) -> list[tuple[Any, Any, Any]]:
-        """(block, byte index of each row, which rows) of rows in global memory; bounds and contents checked."""
-        if not len(addresses) or not size:
-            return []
-        address = addresses.astype(np.uint64)[None]
-        where = np.zeros((len(g), LANES), bool)
-        where[row, lane] = True
-        try:
-            found = self.memory.pieces(address, np.ones(address.shape, bool), size)
-        except AccessError as error:
-            first = int(address[np.broadcast_to(error.lanes, address.shape)][0])
-            self.fail(OutOfBoundsFault, f"a box reads {error.message(first)}", g, k, where)
-        result = []
-        for allocation, inside in found:
-            rows = np.flatnonzero(inside[0])
-            index = (address[0, rows] - np.uint64(allocation.origin)).astype(np.int64)
-            if self.uninitialised and allocation.block.written is not None:
-                marks = allocation.block.written[index[:, None] + np.arange(size)]
-                if not marks.all():
-                    at = int(address[0, rows[int(np.argmin(marks.all(axis=1)))]])
-                    self.fail(UninitialisedFault, f"a box reads the row at {at:#x}, never written as a whole", g, k, where)
-            result.append((allocation.block, index, rows))
-        return result
+    def _check_source(self, g: Gang, row: int, lane: int, k: int, tile: tma.Tile) -> None:
+        """The rows of a box that exist lie in allocations, and hold something."""
+        low, size = tile.extent()
+        if not size:
+            return
+        found = self.memory.find(low)
+        if found is not None and low + size <= found.end and (found.block.written is None or not self.uninitialised):
+            return
+        for address in (tile.rows[tile.exists] + tile.first).tolist():
+            found, width = self.memory.find(address), tile.last - tile.first
+            if found is None or address + width > found.end:
+                self._placed(
+                    OutOfBoundsFault(f"a box reads {width} bytes at {address:#x}, which no allocation holds"),
+                    g,
+                    k,
+                    row,
+                    lane,
+                )
+            start = address - found.origin
+            if (
+                self.uninitialised
+                and found.block.written is not None
+                and not found.block.written[start : start + width].all()
+            ):
+                self._placed(
+                    UninitialisedFault(f"a box reads {width} bytes at {address:#x}, never all written"), g, k, row, lane
+                )
+
+    def tensor_store(
+        self, g: Gang, mask: Any, k: int, tensor: Any, coords: tuple[Any, ...], mode: str, source: Any,
+        combine: Callable[[Any, Any], Any] | None,
+    ) -> None:  # fmt: skip
+        """cp.async.bulk.tensor (and cp.reduce) from shared to global memory, in the thread's open bulk group."""
+        source = spread(source, len(g))
+        for row, lane, tile in self._tiles(g, mask, k, tensor, coords, mode):
+            slot, offset = self.mbarrier_key(int(g.cta[row, 0]), int(source[row, lane]))
+            try:
+                tile.check_shared(offset, self.shared.size)
+            except Fault as error:
+                self._placed(error, g, k, row, lane)
+            start, stop = slot * self.shared.stride + offset, slot * self.shared.stride + offset + tile.shared_bytes
+            written = self.shared.block.written
+            if self.uninitialised and written is not None and not written[start:stop].all():
+                self._placed(
+                    UninitialisedFault(f"a box reads shared memory at {offset:#x}, never all written"), g, k, row, lane
+                )
+            done = self._bulk_read(g, row, k, slot, start, stop)
+            shared = self.shared.of(slot)
+
+            def land(
+                tile: tma.Tile = tile, shared: Any = shared, offset: int = offset, done: Callable[[], None] = done
+            ) -> None:
+                tile.store(self._writable, tile.take(shared, offset), combine)
+                done()
+
+            self.issue(int(g.warps[row]) + 1, slot, land)
+
+    def _writable(self, address: int, size: int) -> Any:
+        """Bytes of global memory that are about to be written."""
+        found = self.memory.find(address)
+        if found is None or address + size > found.end:
+            raise OutOfBoundsFault(f"a copy writes {size} bytes at {address:#x}, which no allocation holds")
+        start = address - found.origin
+        found.block.mark(start, start + size)
+        return found.block.data[start : start + size]
+
+    def tensor_prefetch(self, g: Gang, mask: Any, k: int, tensor: Any, coords: tuple[Any, ...], mode: str) -> None:
+        """cp.async.bulk.prefetch.tensor: the checks of a load and nothing else."""
+        for _ in self._tiles(g, mask, k, tensor, coords, mode):
+            pass
+
+    # -- groups --------------------------------------------------------------------------------
+
+    def _bulk_read(self, g: Gang, row: int, k: int, slot: int, start: int, stop: int) -> Callable[[], None]:
+        """Enter a copy that reads shared memory [start, stop) into its warp's open bulk group; call the result at its end."""
+        clock = None
+        if self.races is not None:
+            unit = self.races.unit
+            local = self.races.async_agent(slot, -1 - int(g.warps[row]))
+            value = self.races.async_read(self, g, row, k, slot, local, np.arange(start // unit, stop // unit))
+            clock = (self.races.agent(slot, local), value)
+        return self.groups.add(("bulk", int(g.warps[row])), clock)
+
+    def commit_group(self, g: Gang, mask: Any, kind: str) -> None:
+        """cp.async.commit_group and cp.async.bulk.commit_group: close the open group of each warp."""
+        for row in range(len(g)):
+            if mask is None or mask[row].any():
+                self.groups.commit((kind, int(g.warps[row])))
+
+    def wait_group(self, g: Gang, k: int, then: int, kind: str, most: int) -> None:
+        """Wait until at most `most` of a warp's latest groups are unfinished."""
+        parked = self.park(g, then, k, f"all but {most} of its groups of copies")
+        for row in range(len(g)):
+            cta, warp = int(g.cta[row, 0]), int(g.warps[row])
+
+            def ready(row: int = row, cta: int = cta, warp: int = warp) -> None:
+                if self.races is not None:
+                    clock = self.races.clock[cta, warp % self.wpc]
+                    for agent, value in self.groups.clocks.get((kind, warp), {}).items():
+                        clock[:, agent] = np.maximum(clock[:, agent], value)
+                self.release(parked, row)
+
+            self.groups.wait((kind, warp), most, ready)

@@ -137,9 +137,7 @@ class SimDriver:
             raise DriverError(f"{size} bytes of dynamic shared memory: {self._chip.name} allows {limit}")
         kernel.dynamic_smem = size
 
-    def prepare(
-        self, kernel: SimKernel, config: LaunchConfig, param_layout: Sequence[tuple[int, int]]
-    ) -> SimPrepared:
+    def prepare(self, kernel: SimKernel, config: LaunchConfig, param_layout: Sequence[tuple[int, int]]) -> SimPrepared:
         return SimPrepared(self, kernel, config, tuple(param_layout))
 
     def encode_tensor_map(

@@ -221,7 +221,9 @@ def fence(scope: Scope, instr: Instr) -> None:
     if instr.opcode == "membar":
         mods.expect("cta", "gl", "sys")
     elif (name := mods.choose("proxy", "mbarrier_init")) == "proxy":
-        name = mods.expect("async", "async::generic", "alias", "async.global", "tensormap::generic", "async.shared::cta")
+        name = mods.expect(
+            "async", "async::generic", "alias", "async.global", "tensormap::generic", "async.shared::cta"
+        )
         mods.choose("acquire", "release")
         mods.choose("global", "shared::cta", "shared::cluster")
         mods.choose("sync_restrict::shared::cluster", "sync_restrict::shared::cta")
@@ -328,42 +330,103 @@ def matrix_store(scope: Scope, instr: Instr) -> None:
 
 
 def copy(scope: Scope, instr: Instr) -> None:
-    """9.7.9.25 cp.async, cp.async.bulk and cp.async.bulk.tensor."""
+    """9.7.9.25 cp.async, cp.async.bulk and cp.async.bulk.tensor, and cp.reduce."""
     words = instr.modifiers
-    if words[:3] == ("async", "bulk", "tensor"):
-        tensor_copy(scope, instr)
+    if "commit_group" in words and set(words) <= {"async", "bulk", "commit_group"}:
+        kind = "bulk" if "bulk" in words else "cp"
+        scope.emit(f"rt.commit_group(g, {scope.mask(scope.guard(instr.guard))}, {kind!r})")
+    elif "tensor" in words and "prefetch" in words:
+        tensor_prefetch(scope, instr)
+    elif words[:3] == ("async", "bulk", "tensor") and "bulk_group" not in words:
+        tensor_load(scope, instr)
+    elif "tensor" in words and "bulk_group" in words:
+        tensor_store(scope, instr)
     else:
         instr.unknown("is not executed")
 
 
-def tensor_copy(scope: Scope, instr: Instr) -> None:
-    """9.7.9.27.1 cp.async.bulk.tensor, global to shared memory."""
-    mods = Modifiers(instr)
-    for word in ("async", "bulk", "tensor"):
+def _tensor_operand(scope: Scope, instr: Instr, operand: Operand, count: int) -> tuple[str, str]:
+    """(address of the tensor map, coordinates) of `[map, {c0, c1}]`."""
+    if not isinstance(operand, Address) or operand.coords is None or len(operand.coords) != count or operand.offsets:
+        instr.unknown(f"expected a tensor map with {count} coordinates")
+    coords = ", ".join(scope.raw(c, "b32") for c in operand.coords)
+    return scope.address(Address(operand.base, operand.offset), instr, "b64"), f"({coords},)"
+
+
+def _tensor_words(mods: Modifiers, *leading: str) -> int:
+    """The rank, after the words that every tensor copy has."""
+    for word in ("async", "bulk", *leading, "tensor"):
         mods.expect(word)
-    rank = int(mods.expect("1d", "2d", "3d", "4d", "5d")[0])
-    target = mods.expect("shared::cluster", "shared::cta", "global")
-    if target == "global":
-        instr.unknown("is not executed")
+    return int(mods.expect("1d", "2d", "3d", "4d", "5d")[0])
+
+
+def _mode(mods: Modifiers, rank: int, four: str) -> tuple[str, int]:
+    """(mode, number of coordinates): tile, or four rows chosen one by one."""
+    if mods.take(f"tile::{four}"):
+        return "gather4", 5
+    mods.take("tile")
+    return "tile", rank
+
+
+def tensor_load(scope: Scope, instr: Instr) -> None:
+    """9.7.9.27.1.2 cp.async.bulk.tensor, global to shared memory."""
+    mods = Modifiers(instr)
+    rank = _tensor_words(mods)
+    mods.expect("shared::cluster", "shared::cta")
     mods.expect("global")
-    mode = mods.choose("tile", "tile::gather4", default="tile")
+    mode, count = _mode(mods, rank, "gather4")
     mods.expect("mbarrier::complete_tx::bytes")
     multicast = mods.take("multicast::cluster")
-    group = mods.choose("cta_group::1", "cta_group::2")
+    mods.take("cta_group::1")
     hint = mods.take("L2::cache_hint")
     mods.done()
-    operands = list(instr.operands)
-    if len(operands) != 3 + multicast + hint or group or mode != "tile" or multicast:
-        instr.unknown("is not executed")
-    source = operands[1]
-    if not isinstance(source, Address) or source.coords is None or len(source.coords) != rank:
-        instr.unknown(f"expected a tensor map with {rank} coordinates")
-    coords = ", ".join(scope.raw(c, "b32") for c in source.coords)
-    tensor = scope.address(Address(source.base, source.offset), instr, "b64")
+    operands = instr.operands
+    if len(operands) != 3 + multicast + hint:
+        instr.unknown("operands not understood")
+    tensor, coords = _tensor_operand(scope, instr, operands[1], count)
     destination = scope.address(operands[0], instr, "b32")
     barrier = scope.address(operands[2], instr, "b32")
+    ranks = scope.raw(operands[3], "b16") if multicast else "None"
     mask = scope.mask(scope.guard(instr.guard))
-    scope.emit(f"rt.tensor_load(g, {mask}, {_k(scope, instr)}, {destination}, {tensor}, ({coords},), {barrier})")
+    scope.emit(
+        f"rt.tensor_load(g, {mask}, {_k(scope, instr)}, {destination}, {tensor}, {coords}, {mode!r}, {barrier}, {ranks})"
+    )
+
+
+def tensor_store(scope: Scope, instr: Instr) -> None:
+    """9.7.9.27.1.2 cp.async.bulk.tensor, shared to global memory."""
+    mods = Modifiers(instr)
+    if mods.take("reduce"):
+        instr.unknown("is not executed")
+    rank = _tensor_words(mods)
+    mods.expect("global")
+    mods.expect("shared::cta")
+    mode, count = _mode(mods, rank, "scatter4")
+    mods.expect("bulk_group")
+    hint = mods.take("L2::cache_hint")
+    mods.done()
+    if len(instr.operands) != 2 + hint:
+        instr.unknown("operands not understood")
+    tensor, coords = _tensor_operand(scope, instr, instr.operands[0], count)
+    source = scope.address(instr.operands[1], instr, "b32")
+    mask = scope.mask(scope.guard(instr.guard))
+    scope.emit(f"rt.tensor_store(g, {mask}, {_k(scope, instr)}, {tensor}, {coords}, {mode!r}, {source}, None)")
+
+
+def tensor_prefetch(scope: Scope, instr: Instr) -> None:
+    """9.7.9.27.1.4 cp.async.bulk.prefetch.tensor."""
+    mods = Modifiers(instr)
+    rank = _tensor_words(mods, "prefetch")
+    mods.expect("L2")
+    mods.expect("global")
+    mode, count = _mode(mods, rank, "gather4")
+    hint = mods.take("L2::cache_hint")
+    mods.done()
+    if len(instr.operands) != 1 + hint:
+        instr.unknown("operands not understood")
+    tensor, coords = _tensor_operand(scope, instr, instr.operands[0], count)
+    mask = scope.mask(scope.guard(instr.guard))
+    scope.emit(f"rt.tensor_prefetch(g, {mask}, {_k(scope, instr)}, {tensor}, {coords}, {mode!r})")
 
 
 def nothing(_scope: Scope, instr: Instr) -> None:
@@ -446,6 +509,13 @@ def wait(scope: Scope, instr: Instr) -> str:
             return f"({guard},)"
         case "mbarrier":
             return _try_wait(scope, instr, guard)
+        case "cp":
+            if set(words) - {"async", "bulk", "wait_group", "wait_all", "read"}:
+                instr.unknown("modifier is not executed")
+            most = instr.operands[0] if instr.operands else Immediate(0)
+            if not isinstance(most, Immediate):
+                instr.unknown("expected a constant")
+            return f"({guard}, {'bulk' if 'bulk' in words else 'cp'!r}, {most.value})"
         case "griddepcontrol" | "nanosleep":
             return f"({guard},)"
         case _:

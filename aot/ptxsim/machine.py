@@ -12,13 +12,14 @@ import numpy as np
 from cubinery.aot.ptxsim.barriers import Barriers, Parked
 from cubinery.aot.ptxsim.copies import Copies
 from cubinery.aot.ptxsim.faults import DeadlockFault, DivergedFault, LaunchFault, TransactionFault, TrapFault
+from cubinery.aot.ptxsim.groups import Groups
 from cubinery.aot.ptxsim.isa.base import DTYPES
 from cubinery.aot.ptxsim.memory import Block, GlobalMemory, SharedMemory
 from cubinery.aot.ptxsim.program import results
 from cubinery.aot.ptxsim.races import Races
 from cubinery.aot.ptxsim.schedule import Counters, Fair, Pending, Ready
 from cubinery.aot.ptxsim.special import SpecialRegisters
-from cubinery.aot.ptxsim.state import LANES, Gang, join, packed
+from cubinery.aot.ptxsim.state import LANES, Gang, join, packed, spread
 from cubinery.aot.ptxsim.translate import Compiled, Translation
 
 _LANE_BITS = np.uint64(1) << np.arange(LANES, dtype=np.uint64)
@@ -92,7 +93,7 @@ class Machine(Copies, Barriers):
         self._threads_of_cta = first
         self.live = np.zeros((slots * self.wpc, LANES), bool)
         self.named, self.mbarriers, self.clusters = {}, {}, {}
-        self._maps = {}
+        self._maps, self.unfenced, self.groups = {}, {}, Groups()
         self.ready: Ready = {}
         self.stuck: dict[int, list[Gang]] = {}
         self.parked: dict[Parked, None] = {}
@@ -178,7 +179,7 @@ class Machine(Copies, Barriers):
             if not predicate.any():
                 self.go_on(gang, follow)
                 return
-        taken = np.broadcast_to(predicate, (len(gang), LANES))
+        taken = spread(predicate, len(gang))
         lanes = gang.lanes()
         yes = taken & lanes
         if not yes.any():
@@ -209,13 +210,19 @@ class Machine(Copies, Barriers):
         if full:
             fit = (lanes == live).all(axis=1)[:, None] & lanes
         else:
-            members = gang.frame[compiled.converge_slot] if compiled.converge_slot >= 0 else np.full((1, 1), compiled.converge)
+            members = (
+                gang.frame[compiled.converge_slot]
+                if compiled.converge_slot >= 0
+                else np.full((1, 1), compiled.converge)
+            )
             members = np.broadcast_to(members.astype(np.uint64), lanes.shape)
             here = (lanes * _LANE_BITS).sum(axis=1, dtype=np.uint64)[:, None]
             alive = (live * _LANE_BITS).sum(axis=1, dtype=np.uint64)[:, None]
             outside = lanes & ((members & _LANE_BITS) == 0)
             if outside.any():
-                self.fail(DivergedFault, "a lane executes it without being in its member mask", gang, compiled.index, outside)
+                self.fail(
+                    DivergedFault, "a lane executes it without being in its member mask", gang, compiled.index, outside
+                )
             fit = lanes & ((members & alive & ~here) == 0)
         if fit.all() or (fit == lanes).all():
             return gang
@@ -232,7 +239,7 @@ class Machine(Copies, Barriers):
         k = self.kernel.index(instr)
         guard, rest = operands[0], operands[1:]
         if guard is not None and not guard.all():
-            through = np.broadcast_to(guard, (len(gang), LANES))
+            through = spread(guard, len(gang))
             lanes = gang.lanes()
             stays, passes = lanes & through, lanes & ~through
             if passes.any():
@@ -311,7 +318,7 @@ class Machine(Copies, Barriers):
     def _exit(self, gang: Gang, follow: int, predicate: Any) -> None:
         leaves = gang.lanes()
         if predicate is not None:
-            through = np.broadcast_to(predicate, (len(gang), LANES))
+            through = spread(predicate, len(gang))
             stays = leaves & ~through
             if stays.any():
                 self.go_on(gang.part(stays), follow)
@@ -328,7 +335,15 @@ class Machine(Copies, Barriers):
 
     def _cluster_done(self, base: int) -> None:
         """All threads of a cluster have exited: check what they leave, and start the next one there."""
-        self._land([i for i, p in enumerate(self.pending) if base <= p.slot < base + self.cluster_size])
+        for _ in range(len(self.pending)):  # copies out of shared memory may still read it
+            self._land(
+                [i for i, p in enumerate(self.pending) if base <= p.slot < base + self.cluster_size and p.queue][:1]
+            )
+        lost = [p for p in self.pending if base <= p.slot < base + self.cluster_size]
+        if lost:
+            block = tuple(self.block_index[lost[0].slot].tolist())
+            detail = f"block {block} exits while {len(lost)} copies to its shared memory are under way: nobody waited for them"
+            raise TransactionFault(detail, self.place(None, len(self.kernel.instrs) - 1))
         for slot in range(base, base + self.cluster_size):
             self._leftovers(slot)
             self.shared.reset(slot)
@@ -410,9 +425,14 @@ class Machine(Copies, Barriers):
         return self.specials.read(g, name)
 
     def fence(self, g: Gang, _mask: Any, _k: int, kind: str) -> None:
-        """fence, membar: only fence.proxy.async changes what the checks know."""
-        if kind == "async" and self.races is not None:
+        """fence, membar: only those of the async proxy and of mbarrier initialisation change what the checks know."""
+        if self.races is None or not kind:
+            return
+        if kind == "async":
             self.races.fence_async(g)
+        for warp in g.warps.tolist():
+            for barrier in self.unfenced.pop(warp, ()):
+                barrier.fenced = True
 
     def trap(self, g: Gang, mask: Any, k: int) -> None:
         if mask is None or mask.any():
@@ -420,7 +440,7 @@ class Machine(Copies, Barriers):
 
 
 def _rows(value: Any, rows: Any, count: int) -> Any:
-    return value if value is None or value.shape[0] != count else value[rows]
+    return value[rows] if isinstance(value, np.ndarray) and value.shape[0] == count else value
 
 
 def _lane_list(lanes: Any) -> str:
@@ -449,7 +469,18 @@ def _handlers(m: Machine) -> dict[str, Callable[[Gang, int, Compiled, tuple[Any,
         slot, spin = result_slot(compiled), compiled.segment.spin
         m.try_wait(g, k, compiled.segment.follow, address, phase, "parity" in words, slot, spin)
 
+    def groups(g: Gang, k: int, compiled: Compiled, operands: tuple[Any, ...]) -> None:
+        kind, most = operands
+        m.wait_group(g, k, compiled.segment.follow, kind, most)
+
     def passes(g: Gang, _k: int, compiled: Compiled, _operands: tuple[Any, ...]) -> None:
         m.go_on(g, compiled.segment.follow)  # launches follow each other, so there is nothing to wait for
 
-    return {"bar": barrier, "barrier": barrier, "mbarrier": mbarrier, "griddepcontrol": passes, "nanosleep": passes}
+    return {
+        "bar": barrier,
+        "barrier": barrier,
+        "mbarrier": mbarrier,
+        "cp": groups,
+        "griddepcontrol": passes,
+        "nanosleep": passes,
+    }

@@ -84,7 +84,9 @@ class Allocation:
 
     __slots__ = ("base", "block", "name", "origin", "owner", "size")
 
-    def __init__(self, base: int, size: int, initialised: bool, name: str, owner: Any = None, track: bool = True) -> None:
+    def __init__(
+        self, base: int, size: int, initialised: bool, name: str, owner: Any = None, track: bool = True
+    ) -> None:
         self.base, self.size, self.name, self.owner = base, size, name, owner
         # Views of eight bytes need an aligned start: begin there, and let bounds be checked by base and size.
         self.origin = base & ~63
@@ -163,7 +165,9 @@ class GlobalMemory:
             found = self.find(low)
             if found is None:
                 bad = rest & (address == low)
-                raise AccessError("bounds", bad, lambda a: f"{size} bytes at {a:#x}: no allocation holds them{self._near(a)}")
+                raise AccessError(
+                    "bounds", bad, lambda a: f"{size} bytes at {a:#x}: no allocation holds them{self._near(a)}"
+                )
             inside = rest & (address < found.end)
             over = inside & (address + np.uint64(size) > found.end)
             if over.any():

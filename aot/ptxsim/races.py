@@ -132,7 +132,17 @@ class Races:
             self._report(rt, g, k, at, rows, lanes, late, "writes", "read", reader)
 
     def _report(
-        self, rt: Access, g: Gang | None, k: int, at: Any, rows: Any, lanes: Any, late: Any, does: str, done: str, by: Any
+        self,
+        rt: Access,
+        g: Gang | None,
+        k: int,
+        at: Any,
+        rows: Any,
+        lanes: Any,
+        late: Any,
+        does: str,
+        done: str,
+        by: Any,
     ) -> None:
         first = int(np.argmax(late))
         address = int(at[first] % self.units) * self.unit

@@ -54,6 +54,15 @@ class Gang:
         return part
 
 
+def spread(value: Any, rows: int) -> Any:
+    """A value for every lane of `rows` warps (what np.broadcast_to gives, in a fifth of its time)."""
+    if value.shape == (rows, LANES):
+        return value
+    result = np.empty((rows, LANES), value.dtype)
+    result[...] = value
+    return result
+
+
 def packed(mask: Any) -> Any:
     """None where a mask holds every lane."""
     return None if mask.all() else mask
@@ -83,9 +92,9 @@ def _concatenate(gangs: list[Gang], warps: Any, live: list[int], slots: int) -> 
             frame[slot] = first  # a launch parameter, say
             continue
         width = max(v.shape[1] for v in values)
-        frame[slot] = np.concatenate(
-            [np.broadcast_to(v, (len(g), width)) for v, g in zip(values, gangs, strict=True)]
-        )[order]
+        frame[slot] = np.concatenate([np.broadcast_to(v, (len(g), width)) for v, g in zip(values, gangs, strict=True)])[
+            order
+        ]
     mask = None
     if any(g.mask is not None for g in gangs):
         mask = np.concatenate([g.lanes() for g in gangs])[order]
@@ -96,21 +105,33 @@ def _concatenate(gangs: list[Gang], warps: Any, live: list[int], slots: int) -> 
 def _overlay(gangs: list[Gang], unique: Any, inverse: Any, live: list[int], slots: int) -> Gang:
     """Gangs that hold different lanes of the same warps."""
     count = len(unique)
+    lanes = [g.lanes() for g in gangs]
+    frame: Frame = [None] * slots
+    if all(len(g) == count for g in gangs):  # every warp in every gang: their rows match, as warps ascend
+        for slot in live:
+            merged = gangs[0].frame[slot]
+            for g, own in zip(gangs[1:], lanes[1:], strict=True):
+                value = g.frame[slot]
+                if value is not merged:
+                    merged = np.where(own, value, merged)
+            frame[slot] = merged
+        mask = lanes[0]
+        for own in lanes[1:]:
+            mask = mask | own
+        return Gang(gangs[0].segment, unique, gangs[0].cta, packed(mask), frame)
     places, at = [], 0
     for g in gangs:
         places.append(inverse[at : at + len(g)])
         at += len(g)
-    lanes = [g.lanes() for g in gangs]
-    frame: Frame = [None] * slots
     for slot in live:
         values = [g.frame[slot] for g in gangs]
         first = values[0]
-        if all(v is first for v in values) and first.shape == (1, 1):
+        if first.shape == (1, 1) and all(v is first for v in values):
             frame[slot] = first
             continue
         merged = np.zeros((count, LANES), first.dtype)
-        for g, rows, own, value in zip(gangs, places, lanes, values, strict=True):
-            merged[rows] = np.where(own, np.broadcast_to(value, (len(g), LANES)), merged[rows])
+        for rows, own, value in zip(places, lanes, values, strict=True):
+            merged[rows] = np.where(own, value, merged[rows])
         frame[slot] = merged
     mask = np.zeros((count, LANES), bool)
     cta = np.zeros((count, 1), np.int64)

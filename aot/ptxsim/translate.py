@@ -130,5 +130,7 @@ def _unit(instr: Instr) -> int:
     """Bytes of the narrowest access to memory that an instruction makes, at most 4."""
     if instr.opcode not in ("ld", "st", "atom", "red"):
         return 4
-    widths = [1 if w[1:] == "8" else 2 for w in instr.modifiers if w in ("b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16")]
+    widths = [
+        1 if w[1:] == "8" else 2 for w in instr.modifiers if w in ("b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16")
+    ]
     return min(widths, default=4) if not {"global", "param", "const", "local"} & set(instr.modifiers) else 4
