@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from cubinery.aot.ptxsim.isa.base import Compiled, Instr, Modifiers, Operation, 
 from cubinery.aot.ptxsim.isa.rounding import to_f32, to_odd, two_sum
 from cubinery.aot.ptxsim.isa.values import (
     INTEGERS,
-    NAN16,
     NAN32,
     Array,
     IntType,
@@ -212,9 +212,9 @@ def _to_float(instr: Instr, form: _Conversion) -> Compiled:
     source = _REGISTERS[form.source]
     if form.source == "f32" and not (form.integer_rounding or form.ftz or form.sat) and mode == "rn":
         if form.to == "f16":
-            return Compiled((register,), (source,), nearest_f16)
+            return Compiled((register,), (source,), lambda a: formats.nearest_f16(a).astype(np.uint16))
         if form.to == "bf16":
-            return Compiled((register,), (source,), lambda a: (_nearest_bf16_high(a) >> 16).astype(np.uint16))
+            return Compiled((register,), (source,), lambda a: (formats.nearest_bf16(a) >> 16).astype(np.uint16))
     return Compiled((register,), (source,), convert)
 
 
@@ -248,23 +248,6 @@ def _directed(number: Array, error: Array, mode: str) -> Array:
 
 
 # -- to halves -------------------------------------------------------------------------------------
-
-
-def nearest_f16(bits: Array) -> Array:
-    """f32 to f16 to nearest even: raw bits to raw bits."""
-    value = bits.view(np.float32)
-    half, nan = value.astype(np.float16).view(np.uint16), value != value
-    return np.where(nan, NAN16, half) if np.count_nonzero(nan) else half
-
-
-def _nearest_bf16_high(bits: Array) -> Array:
-    """f32 to bf16 to nearest even, in the upper half of 32 bits; the lower half is left over.
-
-    Adding just under half of the last place, and one more where the last place is odd, carries as rounding does.
-    """
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    rounded = bits + ((bits >> 16) & 1) + np.uint32(0x7FFF)
-    return np.where(nan, NAN32, rounded) if np.count_nonzero(nan) else rounded
 
 
 def _half_codes(form: _Conversion, name: str, random_bits: int) -> Callable[[Array, Array | None], Array]:
@@ -312,11 +295,11 @@ def _to_pair(instr: Instr, form: _Conversion) -> Compiled:
 
 
 def _nearest_f16x2(a: Array, b: Array) -> Array:
-    return (nearest_f16(a).astype(np.uint32) << 16) | nearest_f16(b)
+    return (formats.nearest_f16(a) << 16) | formats.nearest_f16(b)
 
 
 def _nearest_bf16x2(a: Array, b: Array) -> Array:
-    return (_nearest_bf16_high(a) & 0xFFFF0000) | (_nearest_bf16_high(b) >> 16)
+    return (formats.nearest_bf16(a) & 0xFFFF0000) | (formats.nearest_bf16(b) >> 16)
 
 
 def _to_tf32(instr: Instr, form: _Conversion) -> Compiled:
@@ -344,6 +327,24 @@ def _narrow_codes(form: _Conversion, name: str) -> Callable[[Array], Array]:
     return lambda value: formats.encode(_clamped(value, form.relu), fmt, form.rounding, form.satfinite)
 
 
+@cache
+def _narrow_table(form: _Conversion, name: str, half: str) -> Array:
+    """The code of every value of f16 or bf16, indexed by its bits. `form` gives rounding, .satfinite and .relu."""
+    with np.errstate(all="ignore"):  # this is translation; the machine has not entered its own yet
+        values = _float_value(np.arange(1 << 16, dtype=np.uint16), half, False)
+        codes = _narrow_codes(form, name)(values).astype(np.uint16)
+    codes.setflags(write=False)
+    return codes
+
+
+def _odd_bf16(bits: Array) -> Array:
+    """f32 cut to bf16, the last bit set where something was cut off.
+
+    That is rounding to odd with 8 bits of precision, enough for another rounding to 6 or fewer (rounding.py).
+    """
+    return (bits >> 16) | (bits & 0xFFFF != 0)
+
+
 def _to_narrow(instr: Instr, form: _Conversion) -> Compiled:
     """cvt to e4m3x2, e5m2x2, e2m3x2, e3m2x2, e2m1x2 or ue8m0x2, from two f32 or one packed pair of halves."""
     name = _NARROW[form.to]
@@ -351,23 +352,18 @@ def _to_narrow(instr: Instr, form: _Conversion) -> Compiled:
     legal = form.rounding in ("rz", "rp") and not form.relu if scale else form.rounding == "rn" and form.satfinite
     if not legal or form.sat or form.ftz or form.source not in ("f32", *_PAIRS):
         instr.unknown("no such conversion to a narrow format")
-    encode = _narrow_codes(form, name)
+    table = _narrow_table(form, name, _PAIRS.get(form.source, "bf16"))
     shift = 4 if name == "e2m1" else 8
 
-    def join(high: Array, low: Array) -> Array:
-        return ((encode(high) << shift) | encode(low)).astype(np.uint16)
+    def from_f32(a: Array, b: Array) -> Array:
+        return (table[_odd_bf16(a)] << shift) | table[_odd_bf16(b)]
 
     if form.source == "f32":
-        return Compiled(
-            ("b16",),
-            ("b32", "b32"),
-            lambda a, b: join(a.view(np.float32).astype(np.float64), b.view(np.float32).astype(np.float64)),
-        )
-    half = _PAIRS[form.source]
+        return Compiled(("b16",), ("b32", "b32"), from_f32)
 
     def from_pair(bits: Array) -> Array:
         low, high = split16(bits)
-        return join(_float_value(high, half, False), _float_value(low, half, False))
+        return (table[high] << shift) | table[low]
 
     return Compiled(("b16",), ("b32",), from_pair)
 

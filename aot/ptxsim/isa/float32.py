@@ -48,17 +48,22 @@ def _subtract(a: Array, b: Array, mode: str) -> Array:
     return rounding.add_f32(a, -b, mode)
 
 
-def _nearest_or(opcode: str, mode: str, ftz: bool) -> Callable[..., Array]:
+def _in_mode(opcode: str, mode: str) -> Callable[..., Array]:
     """The function of f32 values that an opcode stands for in a rounding mode."""
     if opcode in ("fma", "mad"):
         if mode == "rn":
-            return partial(rounding.fma_nearest, tiny=not ftz)
+            return rounding.fma_nearest
         return partial(rounding.fma_f32, mode=mode)
     if mode == "rn":
         nearest: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
         return nearest[opcode]  # type: ignore[no-any-return]
     directed: dict[str, Callable[..., Array]] = {"add": rounding.add_f32, "sub": _subtract, "mul": rounding.mul_f32}
     return partial(directed[opcode], mode=mode)
+
+
+def _fused_nearest(a: Array, b: Array, c: Array) -> Array:
+    """fma.rn.f32 of raw bits; fma_nearest has seen to NaN."""
+    return rounding.fma_nearest(a.view(F32), b.view(F32), c.view(F32)).view(np.uint32)
 
 
 def arithmetic(instr: Instr) -> Compiled:
@@ -74,7 +79,9 @@ def arithmetic(instr: Instr) -> Compiled:
     narrow = mods.choose("f16", "bf16") if kind == "f32" and instr.opcode in ("add", "sub", "fma") else ""
     mods.done()
     count = 3 if fused else 2
-    function = on_bits(_nearest_or(instr.opcode, mode, ftz), count, ftz, sat)
+    function = on_bits(_in_mode(instr.opcode, mode), count, ftz, sat)
+    if fused and mode == "rn" and not (ftz or sat):
+        function = _fused_nearest
     if kind == "f32x2":
         if sat:
             instr.unknown(".sat does not apply to .f32x2")
@@ -130,6 +137,8 @@ def extreme(a: Array, b: Array, largest: bool, propagate: bool) -> Array:
     """min or max of floats of any width: -0 below +0, and one NaN yields the other operand unless `propagate`."""
     ufuncs: Any = (np.minimum, np.maximum) if propagate else (np.fmin, np.fmax)
     value = ufuncs[largest](a, b)
+    if not np.count_nonzero(value == 0):
+        return value
     bits = f"u{value.dtype.itemsize}"
     # Equal operands differ in the sign of a zero at most: combine their bits.
     combined = a.view(bits) & b.view(bits) if largest else a.view(bits) | b.view(bits)
@@ -162,6 +171,8 @@ def min_max(instr: Instr) -> Compiled:
     mods.expect("f32")
     mods.done()
     count = len(instr.operands) - 1
+    if count not in (2, 3):
+        instr.unknown("two or three sources are expected")
     if xorsign and (count == 3 or not absolute):
         instr.unknown(".xorsign takes .abs and two sources")
     if absolute and not xorsign and count != 3:

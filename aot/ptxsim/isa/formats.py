@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from cubinery.aot.ptxsim.isa.values import Array
+from cubinery.aot.ptxsim.isa.values import NAN16, NAN32, Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def table(name: str) -> Array:
 def decode(codes: Array, name: str) -> Array:
     """Codes (raw bits) of any format of at most 16 bits, or tf32 and f32 words, as float32."""
     if name == "f16":
-        return codes.astype(np.uint16).view(np.float16).astype(np.float32)
+        return _halves()[codes]
     if name == "bf16":
         return (codes.astype(np.uint32) << 16).view(np.float32)
     if name in ("f32", "tf32"):
@@ -141,6 +141,42 @@ def decode(codes: Array, name: str) -> Array:
     if name == "ue8m0":
         return ue8m0_value(codes)
     return table(name)[codes & 0xFF]
+
+
+def nearest_f16(bits: Array) -> Array:
+    """f32 bits rounded to f16 to nearest even, in the lower half of 32 bits; NaN becomes 0x7fff.
+
+    NumPy's own cast goes element by element. Here a normal result is rounded as nearest_bf16 does and its exponent
+    rebased; a subnormal one is left to the f32 sum with 0.5, whose last place is that of f16's subnormals.
+    """
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + ((magnitude >> 13) & 1) + np.uint32(0xC8000FFF)) >> 13  # 0xfff, less 112 exponents
+    small = (magnitude.view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
+    code = np.where(magnitude < 0x38800000, small, normal) | ((bits >> 16) & 0x8000)
+    large = magnitude >= 0x477FF000
+    if not np.count_nonzero(large):
+        return code
+    infinite = ((bits >> 16) & 0x8000) | 0x7C00
+    return np.where(large, np.where(magnitude > 0x7F800000, np.uint32(NAN16), infinite), code)
+
+
+@cache
+def _halves() -> Array:
+    """The float32 value of every f16, indexed by its bits."""
+    with np.errstate(invalid="ignore"):
+        values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    values.setflags(write=False)
+    return values
+
+
+def nearest_bf16(bits: Array) -> Array:
+    """f32 bits rounded to bf16 to nearest even, in the upper half of 32 bits; the lower half is left over.
+
+    Adding just under half of the last place, and one more where the last place is odd, carries as rounding does.
+    """
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = bits + ((bits >> 16) & 1) + np.uint32(0x7FFF)
+    return np.where(nan, NAN32, rounded) if np.count_nonzero(nan) else rounded
 
 
 # -- ue8m0: a power of two -------------------------------------------------------------------------

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from cubinery.aot.ptxsim.isa.base import Compiled, Instr, Modifiers, Operation, register_type
 from cubinery.aot.ptxsim.isa.float32 import extremes_of
-from cubinery.aot.ptxsim.isa.formats import FORMATS, decode, encode
-from cubinery.aot.ptxsim.isa.rounding import to_odd, two_sum
-from cubinery.aot.ptxsim.isa.values import NAN16, Array, packed16
+from cubinery.aot.ptxsim.isa.formats import decode, nearest_bf16, nearest_f16
+from cubinery.aot.ptxsim.isa.rounding import to_odd, to_odd_f32, two_sum
+from cubinery.aot.ptxsim.isa.values import Array, packed16
 
 KINDS = ("f16", "f16x2", "bf16", "bf16x2")
 TYPES = frozenset(KINDS)
@@ -31,11 +32,9 @@ def widen(bits: Array, name: str) -> Array:
 
 
 def narrow(value: Array, name: str) -> Array:
-    """float64 values (exact or rounded to odd) as raw bits of f16 or bf16, to nearest even, NaN canonical."""
-    if name == "f16":
-        bits = np.asarray(value).astype(np.float16).view(np.uint16)
-        return np.where(np.isnan(value), NAN16, bits)
-    return encode(np.asarray(value), FORMATS[name]).astype(np.uint16)
+    """float32 or float64 values (exact, or rounded to odd) as raw bits, to nearest even, NaN canonical."""
+    bits = value.view(np.uint32) if value.dtype == np.float32 else to_odd_f32(value)
+    return (nearest_f16(bits) if name == "f16" else nearest_bf16(bits) >> 16).astype(np.uint16)
 
 
 def _flush(value: Array, name: str) -> Array:
@@ -93,6 +92,16 @@ _FUNCTIONS: dict[str, Callable[..., Array]] = {
 }
 
 
+def _through_f32(opcode: str, name: str) -> Callable[[Array, Array], Array]:
+    """add, sub or mul in f32 and rounded again, which changes nothing: f32 has 2 p + 2 bits or more for halves of p.
+
+    Nor does it among subnormals: those of f16 are normal in f32, and what rounds to one of bf16 is exact in f32.
+    """
+    ufuncs: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+    ufunc = ufuncs[opcode]
+    return lambda a, b: narrow(ufunc(decode(a, name), decode(b, name)), name)
+
+
 def arithmetic(instr: Instr) -> Compiled:
     """9.7.4.1 add, .2 sub, .3 mul, .4 fma, all to nearest even."""
     mods = Modifiers(instr)
@@ -108,6 +117,8 @@ def arithmetic(instr: Instr) -> Compiled:
     if relu and sat:
         instr.unknown(".relu and .sat exclude each other")
     function = on_bits(_FUNCTIONS[instr.opcode], _scalar(kind), ftz, sat, relu)
+    if not (fused or ftz or sat):
+        function = _through_f32(instr.opcode, _scalar(kind))
     return _build(instr, kind, 3 if fused else 2, function)
 
 
@@ -137,6 +148,8 @@ def min_max(instr: Instr) -> Compiled:
     kind = mods.expect(*KINDS)
     mods.done()
     count = len(instr.operands) - 1
+    if count not in (2, 3):
+        instr.unknown("two or three sources are expected")
     if xorsign != absolute or (xorsign and count == 3):
         instr.unknown(".xorsign and .abs go together, with two sources")
     function = extremes_of(instr.opcode == "max", propagate, absolute, xorsign, count)

@@ -86,39 +86,25 @@ def split16(bits: Array) -> tuple[Array, Array]:
     return bits.astype(np.uint16), (bits >> 16).astype(np.uint16)
 
 
-def join16(low: Array, high: Array) -> Array:
-    """The inverse of split16."""
-    return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
+def _as_halves(fn: Callable[..., Array], half: Any, whole: Any) -> Callable[..., Array]:
+    def both(*sources: Array) -> Array:
+        shape = sources[0].shape
+        if any(source.shape != shape for source in sources):
+            sources = np.broadcast_arrays(*sources)
+        # Little-endian words seen as twice as many halves: both go through `fn` at once.
+        return fn(*(np.ascontiguousarray(source).view(half) for source in sources)).view(whole)
 
-
-def split32(bits: Array) -> tuple[Array, Array]:
-    """The low and the high 32 bits of 64-bit registers."""
-    return bits.astype(np.uint32), (bits >> 32).astype(np.uint32)
-
-
-def join32(low: Array, high: Array) -> Array:
-    """The inverse of split32."""
-    return low.astype(np.uint64) | (high.astype(np.uint64) << 32)
+    return both
 
 
 def packed16(fn: Callable[..., Array]) -> Callable[..., Array]:
-    """A function of 16-bit values, done to both halves of 32-bit registers (types x2 of 16 bits)."""
-
-    def both(*sources: Array) -> Array:
-        halves = [split16(source) for source in sources]
-        return join16(fn(*(low for low, _ in halves)), fn(*(high for _, high in halves)))
-
-    return both
+    """An elementwise function of 16-bit values, done to both halves of 32-bit registers (types x2 of 16 bits)."""
+    return _as_halves(fn, np.uint16, np.uint32)
 
 
 def packed32(fn: Callable[..., Array]) -> Callable[..., Array]:
-    """A function of 32-bit values, done to both halves of 64-bit registers (.f32x2)."""
-
-    def both(*sources: Array) -> Array:
-        halves = [split32(source) for source in sources]
-        return join32(fn(*(low for low, _ in halves)), fn(*(high for _, high in halves)))
-
-    return both
+    """An elementwise function of 32-bit values, done to both halves of 64-bit registers (.f32x2)."""
+    return _as_halves(fn, np.uint32, np.uint64)
 
 
 # -- canonical float results -----------------------------------------------------------------------
