@@ -31,6 +31,9 @@ START_TIMEOUT_S = 300.0
 WORKER_MEMORY = 640 << 20
 """Bytes that a worker is assumed to need until one has been seen to need more."""
 
+WORKER_THREADS = 64 + 4 * (os.cpu_count() or 1)
+"""Threads beyond which a worker is replaced. The compiler's own pools have one or two a core; more are leaks."""
+
 _BOOT = "import sys; sys.path[:] = {path!r}; from cubinery.aot.worker import main; main(sys.argv[1:])"
 
 
@@ -239,8 +242,8 @@ class WorkerPool:
             cubin, ptx = parts.pop("cubin"), parts.pop("ptx").decode()
             result = JobResult(job, *cost, compiled=Compiled(cubin, ptx, parts, *cost))
         self._release(worker)
-        if int(message["resident"]) > self.memory_bytes // self._allowed():
-            self._end(worker)  # it has grown over its share: a fresh one takes the next job
+        if int(message["resident"]) > self.memory_bytes // self._allowed() or int(message["threads"]) > WORKER_THREADS:
+            self._end(worker)  # it has grown over its share or leaks threads: a fresh one takes the next job
         return result
 
     def _unstartable(self, worker: _Worker, reason: str, detail: str) -> Iterator[JobResult]:

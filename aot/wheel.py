@@ -72,7 +72,7 @@ def pack(bundle: Bundle, out: Path, *, max_size: int = MAX_SIZE) -> WheelReport:
     if not audit.ok:
         first = audit.findings[0]
         raise WheelError(
-            f"{bundle.root}: refused to pack a bundle that fails verification ({len(audit.findings)} findings; "
+            f"{bundle.root}: refused to pack a bundle that fails verification (findings: {len(audit.findings)}; "
             f"the first: {first}); run `cubinery verify {bundle.root}`, then rebuild"
         )
     manifest = _without_emitted(bundle.manifest)

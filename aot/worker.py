@@ -114,7 +114,12 @@ def _serve(compile_job: CompileEntry, job: Job, folder: Path) -> dict[str, Any]:
 
 
 def _cost(began: float) -> dict[str, Any]:
-    return {"seconds": time.perf_counter() - began, "peak_memory": _peak(), "resident": _status("VmRSS")}
+    return {
+        "seconds": time.perf_counter() - began,
+        "peak_memory": _peak(),
+        "resident": _kib("VmRSS"),
+        "threads": _status("Threads"),
+    }
 
 
 def _first_line(error: BaseException) -> str:
@@ -143,12 +148,17 @@ def _reset_peak() -> None:
 
 def _peak() -> int:
     """Most bytes held since the last reset; since the start where the kernel offers no reset."""
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _kib("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _kib(name: str) -> int:
+    """Bytes, of a line that counts KiB."""
+    return _status(name) * 1024
 
 
 def _status(name: str) -> int:
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
+                return int(line.split()[1])
     return 0

@@ -73,7 +73,7 @@ def diff(ctx: click.Context, old: Path, new: Path, as_json: bool) -> None:
     if as_json:
         show_json(dataclasses.asdict(result) | {"same": result.same})
     elif result.same:
-        click.echo(f"no difference: {plural(result.unchanged, 'artifact')}, byte for byte the same")
+        click.echo(f"no difference: {plural(result.unchanged, 'artifact')} of the same launches and hashes")
     else:
         rows = [(key, "added", "", "") for key in result.added] + [(key, "removed", "", "") for key in result.removed]
         for key, changes in result.changed.items():

@@ -66,7 +66,7 @@ def _find(path: Path, key: str) -> tuple[Bundle, Artifact]:
 def _sass(bundle: Bundle, artifact: Artifact) -> str:
     from cubinery.aot.inspect import sass
 
-    return sass(artifact.cubin.locate(bundle.root).read_bytes())
+    return sass(bundle.read(artifact.cubin))
 
 
 def _ptx(bundle: Bundle, artifact: Artifact) -> str:
@@ -75,7 +75,7 @@ def _ptx(bundle: Bundle, artifact: Artifact) -> str:
         raise UserError(
             f"{bundle.root}: {artifact.key} was built without its PTX: add `emit: [ptx]` to its spec and rebuild"
         )
-    return record.locate(bundle.root).read_text()
+    return bundle.read(record).decode()
 
 
 def _describe(bundle: Bundle, artifact: Artifact) -> None:

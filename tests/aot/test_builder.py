@@ -68,7 +68,24 @@ def test_a_build_writes_one_bundle_per_arch_and_a_report(run_build: Run, tmp_pat
     assert report.peak_memory > 1 << 20
 
 
-def test_each_worker_serves_one_arch(run_build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_4_code_for_a_chip_that_nobody_asked_for_is_refused(run_build: Run, tmp_path: Path) -> None:
+    """A compile worker that saw no GPU built sm_100a and said nothing."""
+    report = run_build(toy_items("[{arch: sm_110a, width: [1, 2], mode: blind}, {arch: sm_110a, width: 4}]"))
+    assert {r.key: r.error_type for r in report.rows} == {
+        "toy-sm_110a-scale-w1-modeblind": "ArchGateError",
+        "toy-sm_110a-scale-w2-modeblind": "ArchGateError",
+        "toy-sm_110a-scale-w4": None,
+    }
+    assert row(report, "toy-sm_110a-scale-w1-modeblind").error == (
+        "toy-sm_110a-scale-w1-modeblind: the cubin is for SM 100, expected 110 (sm_110a)"
+    )
+    assert [a.key for a in bundle(tmp_path).artifacts] == ["toy-sm_110a-scale-w4"]
+
+
+def test_report_3_each_worker_serves_one_arch_that_is_set_before_it_starts(
+    run_build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arch variable that was set after the import built for the wrong chip."""
     monkeypatch.setenv("TOY_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_75")  # whatever the shell holds, a worker gets its own
     report = run_build(toy_items("{arch: [sm_90a, sm_100a, sm_110a], width: [1, 2, 4, 8]}"))
@@ -137,7 +154,7 @@ def test_the_parent_never_imports_the_compiler(tmp_path: Path) -> None:
         ("raise", "CompileError", "ValueError: no such layout", "in line 7"),
     ],
 )
-def test_one_bad_key_fails_alone(
+def test_report_5_a_crash_of_the_compiler_fails_one_key_alone(
     mode: str, error_type: str, message: str, detail: str, run_build: Run, tmp_path: Path
 ) -> None:
     items = toy_items(f"[{THREE}, {{arch: sm_110a, width: 2, mode: {mode}}}, {{arch: sm_90a, width: 1}}]")
@@ -254,7 +271,8 @@ def most_at_once(run_build: Run, **options: object) -> int:
     return max(running) + 1  # the callback runs between the end of one job and the start of the next
 
 
-def test_jobs_and_memory_bound_the_workers(run_build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_18_jobs_and_memory_bound_the_workers(run_build: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parallel compiles ran a machine out of memory."""
     monkeypatch.setenv("TOY_SLOW", "0.3")
     assert most_at_once(run_build, jobs=3, memory_bytes=1 << 40) == 3
     assert most_at_once(run_build, jobs=3, memory_bytes=2 * pool.WORKER_MEMORY, force=True) == 2
@@ -277,6 +295,16 @@ def _with_small_estimate(original: Callable) -> Callable:
         original(self, *args, **{**options, "worker_memory": 32 << 20})
 
     return init
+
+
+def test_report_19_a_worker_that_leaks_threads_is_replaced(run_build: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long compile loop in one process gathered threads until it could start no more."""
+    items = toy_items("{arch: sm_110a, width: [1, 2, 4, 8], dtype: [f32, bf16], mode: threads}")
+    assert run_build(items, jobs=1).workers == 1
+    monkeypatch.setattr(pool, "WORKER_THREADS", 18)  # the third job, at eight threads each, goes beyond
+    report = run_build(items, jobs=1, force=True)
+    assert report.ok
+    assert report.workers == 3
 
 
 def test_memory_that_is_free_is_some_of_what_there_is() -> None:

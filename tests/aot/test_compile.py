@@ -62,6 +62,15 @@ def test_cubins_are_for_the_arch_that_was_asked_for(built: tuple[BuildReport, Pa
     assert info.kernels[SYMBOL].params == ((0, 8), (8, 8), (16, 4), (20, 4))
 
 
+def test_report_dumps_variants_of_one_kernel_keep_their_own_bytes(built: tuple[BuildReport, Path]) -> None:
+    """Dumped files are named without compile-time constants, so that variants overwrote each other's."""
+    _, root = built
+    made = [artifact(root, "sm_110a", body) for body in ("plain", "stack", "static_smem", "dynamic_smem")]
+    assert len({one.cubin.sha256 for one in made}) == len(made)
+    stacks = [resources(contents(root, one), SYMBOL).stack for one in made]
+    assert [stack > 0 for stack in stacks] == [False, True, False, False]
+
+
 def test_resources_agree_with_cuobjdump(built: tuple[BuildReport, Path]) -> None:
     tool = find_tool("cuobjdump")
     assert tool is not None

@@ -167,6 +167,12 @@ TRIPPED: dict[str, tuple[type[GateError], str, dict[str, Any]]] = {
 }
 
 
+def test_report_1_code_under_cuda_12s_name_of_thor_is_refused_with_the_cure() -> None:
+    """A CUDA 12 toolkit turns a request for sm_110a into code for SM 101, which loads on no Thor."""
+    with pytest.raises(ArchGateError, match=r"is for SM 101, expected 110 \(sm_110a\): .*nvidia-cutlass-dsl\[cu13\]"):
+        check(arch="sm_101a", sm=101, target="sm_101a")
+
+
 @pytest.mark.parametrize(("error", "message", "made"), TRIPPED.values(), ids=TRIPPED)
 def test_each_gate_is_tripped(error: type[GateError], message: str, made: dict[str, Any]) -> None:
     with pytest.raises(error, match=message) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -194,6 +195,17 @@ def test_the_closure_is_what_imports_reach_and_nothing_runs(family: Path) -> Non
     assert own == kernels | {"cubinery.runtime.ops.probe.config"}
     assert {"cubinery.runtime.arch", "cubinery.runtime.errors"} <= found.keys()
     assert not any(name.startswith("cutlass") for name in found)
+
+
+def test_report_17_content_decides_and_never_a_time(family: Path) -> None:
+    """Files of the same version with older times left stale objects in use."""
+    path, before = family / "kernels/probe/tiles.py", source_digest(read_sources("probe", "mma"))
+    os.utime(path)
+    assert source_digest(read_sources("probe", "mma")) == before
+    times = path.stat()
+    path.write_text(path.read_text() + "# edited\n")
+    os.utime(path, (times.st_atime - 10_000, times.st_mtime - 10_000))
+    assert source_digest(read_sources("probe", "mma")) != before
 
 
 @pytest.mark.parametrize(

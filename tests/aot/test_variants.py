@@ -84,7 +84,8 @@ def test_closure_holds_when_every_outcome_is_built() -> None:
     check_closure([spec], expand([spec], ["thor"]))
 
 
-def test_a_hole_in_the_closure_names_the_keys_and_the_domain() -> None:
+def test_report_selector_a_hole_in_the_closure_names_the_keys_and_the_domain() -> None:
+    """A selector picked a tile that was not shipped."""
     spec = toy_spec("{arch: [thor, h200], width: 4}", domain="{length: [3, 8]}")
     with pytest.raises(ClosureError, match=r"toy\.yaml:4: domain: the selector can pick 2 kernels") as caught:
         check_closure([spec], expand([spec]))

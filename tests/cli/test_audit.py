@@ -76,7 +76,8 @@ def test_any_flipped_byte_of_any_file_is_found(tmp_path_factory: pytest.TempPath
     assert [check for check, _ in _checks(folder)] == ["emitted" if path.suffix == ".ptx" else "sha256"]
 
 
-def test_a_missing_and_a_shortened_file_are_found(tmp_path: Path) -> None:
+def test_report_11_a_missing_and_a_shortened_file_are_found(tmp_path: Path) -> None:
+    """A download skipped files and said nothing."""
     folder = make_bundle(tmp_path)
     first, second = sorted((folder / "cubins").iterdir())
     first.unlink()

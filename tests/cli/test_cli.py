@@ -330,8 +330,13 @@ def test_wheel(run: Callable[..., Result], tmp_path: Path) -> None:
         wheel["size"] for wheel in document["wheels"]
     ]
     assert len(list((tmp_path / "all").iterdir())) == 2
-    line = _one_line(run("wheel", "--bundle", tmp_path / "b", "--arch", "b200", "--out", tmp_path / "none"), 2)
-    assert "make kernels ARCH=sm_100a" in line
+
+
+def test_report_2_a_wheel_for_an_arch_that_was_not_built_is_refused(run: Callable[..., Result], tmp_path: Path) -> None:
+    """An image was shipped without the kernels of one of its chips."""
+    make_bundle(tmp_path / "b", "sm_90a")
+    line = _one_line(run("wheel", "--bundle", tmp_path / "b", "--arch", "thor,h200", "--out", tmp_path / "none"), 2)
+    assert "no bundle for sm_110a: it holds sm_90a; build it with: make kernels ARCH=sm_110a" in line
     assert not (tmp_path / "none").exists()
 
 

@@ -311,6 +311,15 @@ def test_capture(make_decode: Make, p: Problem) -> None:
         plan.update(p.lengths)
 
 
+@pytest.mark.parametrize("pdl", [False, True])
+def test_report_pdl_dependent_launches_only_where_asked_for(make_decode: Make, p: Problem, pdl: bool) -> None:
+    """Kernels were launched as programmatic dependents whether or not they waited for what came before."""
+    decode, driver = make_decode(pdl=pdl)
+    decode.plan(p.lengths, **p.heads, force_splits=2).run(*p.tensors)
+    assert [launch.config.pdl for launch in driver.launches] == [pdl, pdl]
+    assert all(("pdlon" in key) is pdl for key in decode.keys(4))
+
+
 def test_preload_loads_all_that_a_plan_needs(make_decode: Make, p: Problem) -> None:
     decode, driver = make_decode()
     decode.preload(4)

@@ -119,7 +119,7 @@ def test_a_damaged_bundle_is_refused_and_nothing_is_written(bundle: Path, tmp_pa
     assert not (tmp_path / "dist").exists()
 
 
-def test_a_wheel_over_the_limit_is_refused_and_nothing_is_written(bundle: Path, tmp_path: Path) -> None:
+def test_report_20_a_wheel_over_the_limit_is_refused_and_nothing_is_written(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(WheelError, match=r"would be .* MB for 2 kernels, over the limit of 0\.0 MB.*--max-size"):
         pack(open_all(bundle)[0], tmp_path / "dist", max_size=1000)
     assert not (tmp_path / "dist").exists()

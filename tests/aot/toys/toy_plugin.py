@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -59,8 +60,13 @@ def compile_fake(job: Job, scratch: Path) -> Compiled:
     elif mode == "greedy":
         block = bytearray(96 << 20)
         block[:: 1 << 12] = b"x" * len(block[:: 1 << 12])
-    record = abi.declare(config, resolve(job.arch))
-    cubin, ptx = fake_cubin.of_record(record, resolve(job.arch), payload=job.key.encode())
+    elif mode == "threads":
+        for _ in range(8):
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    # A compiler that sees no GPU and ignores what it was asked for falls back to a chip of its own choice.
+    target = resolve("sm_100a" if mode == "blind" else job.arch)
+    record = abi.declare(config, target)
+    cubin, ptx = fake_cubin.of_record(record, target, payload=job.key.encode())
     objects = {}
     for host in job.hosts:
         objects[host] = f"object of {job.key} for {host}".encode()

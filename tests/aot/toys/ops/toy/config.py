@@ -10,7 +10,7 @@ from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import KernelConfig, axis
 from cubinery.runtime.errors import ConfigError
 
-MODES = ("ok", "segfault", "exit", "hang", "raise", "slow", "greedy")
+MODES = ("ok", "segfault", "exit", "hang", "raise", "slow", "greedy", "threads", "blind")
 BODIES = ("plain", "stack", "static_smem", "dynamic_smem", "undeclared")
 
 
