@@ -356,14 +356,14 @@ def _to_narrow(instr: Instr, form: _Conversion) -> Compiled:
     shift = 4 if name == "e2m1" else 8
 
     def from_f32(a: Array, b: Array) -> Array:
-        return (table[_odd_bf16(a)] << shift) | table[_odd_bf16(b)]
+        return (table.take(_odd_bf16(a)) << shift) | table.take(_odd_bf16(b))
 
     if form.source == "f32":
         return Compiled(("b16",), ("b32", "b32"), from_f32)
 
     def from_pair(bits: Array) -> Array:
         low, high = split16(bits)
-        return (table[high] << shift) | table[low]
+        return (table.take(high) << shift) | table.take(low)
 
     return Compiled(("b16",), ("b32",), from_pair)
 
@@ -382,7 +382,7 @@ def _from_narrow(instr: Instr, form: _Conversion) -> Compiled:
     table = formats.encode(values, formats.FORMATS[to]).astype(np.uint32)
 
     def convert(bits: Array) -> Array:
-        return (table[(bits >> shift) & mask] << 16) | table[bits & mask]
+        return (table.take((bits >> shift) & mask) << 16) | table.take(bits & mask)
 
     return Compiled(("b32",), ("b16",), convert)
 

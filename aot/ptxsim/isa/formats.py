@@ -133,14 +133,14 @@ def table(name: str) -> Array:
 def decode(codes: Array, name: str) -> Array:
     """Codes (raw bits) of any format of at most 16 bits, or tf32 and f32 words, as float32."""
     if name == "f16":
-        return _halves()[codes]
+        return _halves().take(codes)
     if name == "bf16":
         return (codes.astype(np.uint32) << 16).view(np.float32)
     if name in ("f32", "tf32"):
         return codes.view(np.float32)
     if name == "ue8m0":
         return ue8m0_value(codes)
-    return table(name)[codes & 0xFF]
+    return table(name).take(codes & 0xFF)
 
 
 def nearest_f16(bits: Array) -> Array:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cubinery.aot.ptxsim.isa.base import Compiled, Immediate, Instr, Modifiers, Operation, Pair
+from cubinery.aot.ptxsim.isa.base import FULL_MASK, Compiled, Immediate, Instr, Modifiers, Operation, Pair
 from cubinery.aot.ptxsim.isa.values import Array, canonical32
 
 LANES = np.arange(32, dtype=np.uint32)
@@ -26,6 +26,14 @@ def ballot(lanes: Array) -> Array:
 def members(active: Array, mask: Array) -> Array:
     """The lanes that execute and that the member mask names."""
     return active & ((mask >> LANES) & 1 != 0)
+
+
+def membership(instr: Instr, index: int) -> Callable[[Array, Array], Array]:
+    """`members`, or where the operand is the constant of all lanes, simply those that execute."""
+    operand = instr.operands[index] if index < len(instr.operands) else None
+    if isinstance(operand, Immediate) and operand.value & FULL_MASK == FULL_MASK:
+        return lambda active, _mask: active
+    return members
 
 
 def _full(value: Array, active: Array) -> Array:
@@ -97,10 +105,10 @@ def vote(instr: Instr) -> Compiled:
     mode = mods.expect("all", "any", "uni", "ballot")
     mods.expect("b32" if mode == "ballot" else "pred")
     mods.done()
+    members_of = membership(instr, 2)
 
     def poll(active: Array, value: Array, mask: Array) -> Array:
-        member = members(active, mask)
-        value = _full(value, active)
+        member = members_of(active, mask)
         if mode == "ballot":
             return ballot(member & value)
         if mode == "any":
@@ -121,9 +129,10 @@ def match(instr: Instr) -> Compiled:
     with_predicate = isinstance(instr.operands[0], Pair)
     if with_predicate and mode == "any":
         instr.unknown("match.any has no predicate")
+    members_of = membership(instr, 2)
 
     def compare(active: Array, value: Array, mask: Array) -> Any:
-        member = members(active, mask)
+        member = members_of(active, mask)
         value = _full(value, active)
         if mode == "any":
             same = (value[..., :, None] == value[..., None, :]) & member[..., None, :]
@@ -159,21 +168,24 @@ def redux(instr: Instr) -> Compiled:
     absolute, propagate = mods.take("abs"), mods.take("NaN")
     kind = mods.expect("u32", "s32", "b32", "f32")
     mods.done()
+    members_of = membership(instr, 2)
     if kind == "f32" and name in ("min", "max"):
-        reduce = _reduce_f32(name == "max", absolute, propagate)
+        reduce = _reduce_f32(members_of, name == "max", absolute, propagate)
     elif (name, kind) in _REDUCTIONS and not absolute and not propagate:
         ufunc, neutral = _REDUCTIONS[name, kind]
         dtype = np.int32 if kind == "s32" else np.uint32
 
         def reduce(active: Array, value: Array, mask: Array) -> Array:
-            chosen = np.where(members(active, mask), value.view(dtype), dtype(neutral))
+            chosen = np.where(members_of(active, mask), value.view(dtype), dtype(neutral))
             return ufunc.reduce(chosen, axis=-1, dtype=dtype, keepdims=True).view(np.uint32)
     else:
         instr.unknown("no such reduction")
     return Compiled(("b32",), ("b32", "b32"), reduce, active=True, converged=True, membermask=1)
 
 
-def _reduce_f32(largest: bool, absolute: bool, propagate: bool) -> Callable[[Array, Array, Array], Array]:
+def _reduce_f32(
+    members_of: Callable[[Array, Array], Array], largest: bool, absolute: bool, propagate: bool
+) -> Callable[[Array, Array, Array], Array]:
     """min or max over f32 members: -0 below +0; NaN loses to numbers unless `propagate`; canonical NaN if all are."""
 
     def reduce(active: Array, value: Array, mask: Array) -> Array:
@@ -182,7 +194,7 @@ def _reduce_f32(largest: bool, absolute: bool, propagate: bool) -> Callable[[Arr
         signed = bits.view(np.int32)
         ordered = np.where(signed < 0, signed ^ np.int32(0x7FFFFFFF), signed).astype(np.int64)
         number = bits & 0x7FFFFFFF <= 0x7F800000
-        member = members(active, mask)
+        member = members_of(active, mask)
         neutral = np.int64(-(1 << 40) if largest else 1 << 40)
         chosen = np.where(member & number, ordered, neutral)
         best = (chosen.max if largest else chosen.min)(axis=-1, keepdims=True)
@@ -207,9 +219,10 @@ def elect(instr: Instr) -> Compiled:
     mods = Modifiers(instr)
     mods.expect("sync")
     mods.done()
+    members_of = membership(instr, 1)
 
     def choose(active: Array, mask: Array) -> tuple[Array, Array]:
-        leader = members(active, mask).argmax(-1).astype(np.uint32)[..., None]
+        leader = members_of(active, mask).argmax(-1).astype(np.uint32)[..., None]
         return np.broadcast_to(leader, active.shape), (leader == LANES) & active
 
     return Compiled(("b32", "pred"), ("b32",), choose, active=True, converged=True, membermask=0)
