@@ -77,9 +77,7 @@ def _shape_error(m: int, n: int, kind: str, group: int, ws: bool) -> str:
     """Words for a shape that does not exist (9.7.16.2.1, Table 41), or nothing."""
     if ws:
         return "" if m in (32, 64, 128) and n in (64, 128, 256) else "expected M 32, 64 or 128 and N 64, 128 or 256"
-    rows = {1: (64, 128), 2: (128, 256)}[group]
-    if kind in BLOCK_SCALED:
-        rows = {1: (128,), 2: (128, 256)}[group]
+    rows = (128, 256) if group == 2 else (128,) if kind in BLOCK_SCALED else (64, 128)
     if m not in rows:
         return f"expected M of {' or '.join(map(str, rows))} for cta_group::{group}"
     step = 8 if group == 1 and (m == 64 or kind in BLOCK_SCALED) else 16

@@ -19,13 +19,14 @@ SHARED = np.random.default_rng(0).integers(0, 256, 1 << 16).astype(np.uint8)
 
 def xor(address: int, name: str, base: int = 0) -> int:
     """The swizzle in terms of (bits, base, shift) as CuTe writes it: Swizzle<B, M, S>."""
-    b, m, s = {"none": (0, 4, 3), "32B": (1, 4, 3), "64B": (2, 4, 3), "128B": (3, 4, 3), "128B_atom_32B": (2, 5, 2)}[name]
+    plain = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
+    b, m, s = (plain[name], 4, 3) if name in plain else (2, 5, 2)
     source = (address >> (m + s)) - base
     return address ^ (source & (1 << b) - 1) << m
 
 
 def layout(d: SmemDescriptor, i: int, k: int, size: int, mn_major: bool) -> int:
-    """Byte address of element (i along M or N, k), by the canonical layouts (9.7.15.5.1, 9.7.16.5): T:((8,m),(T,2k))."""
+    """Byte address of element (i along M or N, k), by the canonical layouts (9.7.15.5.1, 9.7.16.5)."""
     t, name = 16 // size, d.swizzle.name
     width = {"none": 1, "32B": 2, "64B": 4, "128B": 8, "128B_atom_32B": 8}[name]  # 16-byte units in the pattern
     if not mn_major:
