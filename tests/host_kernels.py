@@ -81,7 +81,6 @@ class HostKernels:
         assert q_tiles == -(-n_q // self.row_tile)
         assert v["num_pages"] == k.shape[0]
         work = packed(v["work"], (num_work, 4), np.int32)
-        splits = packed(v["splits"], (self.num_seqs, 2), np.int32)
         lengths = packed(v["seq_lens"], (self.num_seqs,), np.int32)
         lse = packed(v["lse"], (self.num_seqs, heads, n_q), np.float32)
         q = memory(
@@ -90,10 +89,12 @@ class HostKernels:
         )  # fmt: skip
         o = o_view(v, self.num_seqs, d)
         for seq, begin, end, slot in work.tolist():
-            if begin == end:
+            if seq < 0:
                 continue
             length = int(lengths[seq])
-            keys = np.arange(begin * TILE, min(end * TILE, length))
+            assert begin % TILE == 0
+            assert end <= length
+            keys = np.arange(begin, end)
             # Only pages below the length are looked up.
             table = packed(v["block_table"] + 4 * seq * v["block_table_stride"], (v["block_table_stride"],), np.int32)
             pages, rows = table[keys // page_size], keys % page_size
@@ -114,7 +115,7 @@ class HostKernels:
                     weights = np.exp(scores - top)
                     total = weights.sum()
                     sums = scale("v_descale") * (weights @ head_v[seen])
-                    if splits[seq, 0] > 1:
+                    if slot >= 0:
                         at = (slot * heads + head) * n_q + n
                         packed(v["o_partial"] + at * d * 4, (d,), np.float32)[:] = sums
                         packed(v["m_partial"] + at * 4, (1,), np.float32)[:] = top
@@ -127,7 +128,7 @@ class HostKernels:
         v, (rows, num_seqs, one) = launch.values, launch.grid
         heads, n_q, group = v["num_kv_heads"], v["n_q"], v["group_size"]
         assert (rows, num_seqs, one) == (heads * n_q, self.num_seqs, 1)
-        d = launch.config.dynamic_smem // 16
+        d = launch.config.dynamic_smem * 8 // launch.config.block[0]  # one fp32 row a warp
         splits = packed(v["splits"], (self.num_seqs, 2), np.int32)
         lse = packed(v["lse"], (self.num_seqs, heads, n_q), np.float32)
         o = o_view(v, self.num_seqs, d)

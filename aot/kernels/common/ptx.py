@@ -96,6 +96,15 @@ def load_global_v2(address: Int64) -> tuple[Int32, Int32]:
     return inline("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[address])
 
 
+def load_global_i32x4(address: Int64) -> tuple[Int32, ...]:
+    """Four consecutive int32 from global memory, requested in program order."""
+    return inline(
+        "ld.relaxed.gpu.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
 def load_global_v4(address: Int64) -> tuple[Uint32, ...]:
     """16 bytes from global memory."""
     return inline(
@@ -204,6 +213,11 @@ def mbarrier_wait(barrier: Int32, parity: Int32) -> None:
         "@!done bra WAIT; }",
         read_only_args=[barrier, parity],
     )
+
+
+def prefetch_tensor_map(tensor_map: Any) -> None:
+    """Bring a tensor map, which lies in the kernel's parameters, close to the copy engine."""
+    inline("prefetch.tensormap [{$r0}];", read_only_args=[tensor_map])
 
 
 def tma_load_4d(destination: Int32, tensor_map: Any, coordinates: Sequence[Any], barrier: Int32) -> None:

@@ -45,8 +45,7 @@ def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
         ("q", "pointer"),
         ("block_table", "pointer"),  # int32 (num_seqs, block_table_stride)
         ("seq_lens", "pointer"),  # int32 (num_seqs,)
-        ("work", "pointer"),  # int32 (num_work, 4): seq, tile_begin, tile_end, partial slot
-        ("splits", "pointer"),  # int32 (num_seqs, 2): n_splits, first partial slot
+        ("work", "pointer"),  # int32 (num_work, 4): see SplitPlan.device_work
         ("q_descale", "pointer"),  # fp32, addressed by (seq, head) strides like the next two
         ("k_descale", "pointer"),
         ("v_descale", "pointer"),

@@ -34,9 +34,9 @@ from cubinery.aot.kernels.common.memory import load_f32, load_i32
 from cubinery.aot.kernels.paged_decode.mma_compute import Consumer
 from cubinery.aot.kernels.paged_decode.mma_load import Producer
 from cubinery.aot.kernels.paged_decode.mma_store import Epilogue
-from cubinery.aot.kernels.paged_decode.mma_tile import CONSUMER_BARRIER, EMPTY, FULL, MmaTile
+from cubinery.aot.kernels.paged_decode.mma_tile import CONSUMER_BARRIER, EMPTY, FULL, OUT_SCALE, MmaTile
 from cubinery.runtime.arch import Arch
-from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
 
 class PagedDecodeMma(MmaTile):
@@ -55,7 +55,6 @@ class PagedDecodeMma(MmaTile):
         block_table: cute.Pointer,
         seq_lens: cute.Pointer,
         work: cute.Pointer,
-        splits: cute.Pointer,
         q_descale: cute.Pointer,
         k_descale: cute.Pointer,
         v_descale: cute.Pointer,
@@ -93,7 +92,7 @@ class PagedDecodeMma(MmaTile):
         )
         self.kernel.set_name_prefix("cubinery_paged_decode_mma", remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            tensor_map, tensor_map, q, block_table, seq_lens, work, splits, q_descale, k_descale, v_descale,
+            tensor_map, tensor_map, q, block_table, seq_lens, work, q_descale, k_descale, v_descale,
             o, lse, o_partial, m_partial, l_partial, num_kv_heads, n_q, group_size, num_pages, block_table_stride,
             q_seq, q_token, q_head, o_seq, o_token, o_head, q_descale_seq, q_descale_head, k_descale_seq,
             k_descale_head, v_descale_seq, v_descale_head, scale_qs, scale_o,
@@ -118,7 +117,6 @@ class PagedDecodeMma(MmaTile):
         block_table: cute.Pointer,
         seq_lens: cute.Pointer,
         work: cute.Pointer,
-        splits: cute.Pointer,
         q_descale: cute.Pointer,
         k_descale: cute.Pointer,
         v_descale: cute.Pointer,
@@ -154,6 +152,9 @@ class PagedDecodeMma(MmaTile):
         lane = tidx % 32
         smem = cute.arch.get_dyn_smem(Uint8, 1024).toint()
 
+        if cutlass.const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
             if lane < self.stages:
                 ptx.mbarrier_init(smem + FULL + lane * 8, 1)
@@ -161,43 +162,43 @@ class PagedDecodeMma(MmaTile):
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if cutlass.const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-
         # Each role looks its work item up for itself: nothing but indices lives across the split of registers.
         if warp >= c.consumer_warps:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == c.consumer_warps:
-                seq, length, key_begin, num_stages = self.chunk(work, seq_lens, item)
+                seq, key_begin, key_end, _ = self.work_item(work, item)
+                num_stages = self.num_stages(key_begin, key_end)
                 table_row = Int64(seq) * block_table_stride
                 self.producer.produce(
-                    smem, lane, k_map, v_map, block_table, table_row, head, num_pages, length, key_begin, num_stages
+                    smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, num_stages
                 )
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            seq, length, key_begin, num_stages = self.chunk(work, seq_lens, item)
-            if num_stages >= 0:  # a padding item writes nothing
+            seq, key_begin, key_end, slot = self.work_item(work, item)
+            if seq >= 0:  # a padding item writes nothing
+                num_stages = self.num_stages(key_begin, key_end)
                 row0 = row_block * c.row_tile
                 q_base = q.toint() + (Int64(seq) * q_seq + Int64(head * group_size) * q_head) * 2
-                self.consumer.stage_q(smem, warp, lane, q_base, row0, n_q, group_size, q_token, q_head)
-                cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
-
                 score_scale = (
                     scale_qs
                     * load_f32(q_descale, Int64(seq) * q_descale_seq + head * q_descale_head)
                     * load_f32(k_descale, Int64(seq) * k_descale_seq + head * k_descale_head)
                 )
+                if tidx == 0:
+                    out_scale = load_f32(v_descale, Int64(seq) * v_descale_seq + head * v_descale_head)
+                    ptx.store_shared_f32(smem + OUT_SCALE, out_scale)
+                # Without a causal mask every key of the chunk is visible to every row.
+                length = load_i32(seq_lens, Int64(seq)) if cutlass.const_expr(c.q_len > 1) else key_end
+                self.consumer.stage_q(smem, warp, lane, q_base, row0, n_q, group_size, q_token, q_head)
+                cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
                 place = self.consumer.consume(
                     smem, warp, lane, row0, group_size, length, key_begin, num_stages, score_scale
                 )
                 self.epilogue.merge(smem, lane, *place)
 
                 # The result of an unsplit sequence goes to O and LSE, that of a chunk to the partial buffers.
-                is_split = load_i32(splits, Int64(seq) * 2) > 1
-                slot = load_i32(work, Int64(item) * 4 + 3)
-                out_scale = load_f32(v_descale, Int64(seq) * v_descale_seq + head * v_descale_head)
-                self.epilogue.finish_rows(smem, tidx, score_scale, out_scale, scale_o, is_split)
+                is_split = slot >= 0
+                self.epilogue.finish_rows(smem, tidx, score_scale, scale_o, is_split)
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
                 stat_row = (Int64(seq) * num_kv_heads + head) * n_q
                 part_row = (Int64(slot) * num_kv_heads + head) * n_q
@@ -208,18 +209,13 @@ class PagedDecodeMma(MmaTile):
                 part_base = o_partial.toint() + part_row * (c.head_dim * 4)
                 self.epilogue.store_o(smem, tidx, row0, n_q, group_size, is_split, o_base, o_token, o_head, part_base)
 
-    @cute.jit
-    def chunk(self, work, seq_lens, item):
-        """(sequence, its length, first key, ring stages of K) of a work item; -1 stages for a padding item."""
-        c = self.config
-        seq = load_i32(work, Int64(item) * 4)
-        tile_begin = load_i32(work, Int64(item) * 4 + 1)
-        tile_end = load_i32(work, Int64(item) * 4 + 2)
-        length = load_i32(seq_lens, Int64(seq))
-        key_begin = tile_begin * TILE_KEYS
-        keys = cutlass.max(cutlass.min(tile_end * TILE_KEYS, length) - key_begin, 0)
-        num_stages = (keys + (c.stage_keys - 1)) // c.stage_keys
-        return seq, length, key_begin, cutlass.select_(tile_begin < tile_end, num_stages, Int32(-1))
+    def work_item(self, work, item):
+        """(sequence, first key, end key, partial slot) as `SplitPlan.device_work` defines them."""
+        return ptx.load_global_i32x4(work.toint() + Int64(item) * 16)
+
+    def num_stages(self, key_begin, key_end):
+        """Ring stages of K (and of V) that hold the keys of a work item."""
+        return (key_end - key_begin + (self.config.stage_keys - 1)) // self.config.stage_keys
 
 
 def entry(config: DecodeConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
@@ -229,6 +225,6 @@ def entry(config: DecodeConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
         return make_ptr(dtype, 4096, cute.AddressSpace.gmem, assumed_align=16)
 
     i32, f32 = Int32, Float32
-    pointers = [Uint8, BFloat16, i32, i32, i32, i32, f32, f32, f32, BFloat16, f32, f32, f32, f32]
+    pointers = [Uint8, BFloat16, i32, i32, i32, f32, f32, f32, BFloat16, f32, f32, f32, f32]
     scalars = [Int32(1)] * 17 + [Float32(1.0)] * 2
     return PagedDecodeMma(config, arch), (*map(pointer, pointers), *scalars, cuda.CUstream(0))

@@ -14,20 +14,25 @@ class Producer(MmaTile):
     """One warp that keeps the ring full."""
 
     @cute.jit
-    def produce(self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, length, key_begin, num_stages):
+    def produce(
+        self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, num_stages
+    ):
         """Fill the ring. Lane i issues box i of a stage: page i // d_boxes, 128-byte column i % d_boxes."""
         c = self.config
+        if lane == 0:
+            ptx.prefetch_tensor_map(k_map.get_ptr())
+            ptx.prefetch_tensor_map(v_map.get_ptr())
         page_in_stage = lane // self.d_boxes
         column = lane % self.d_boxes
         box_rows = self.box[1]
         destination = (column * c.stage_keys + page_in_stage * box_rows) * 128
-        page = self.look_up(block_table, table_row, num_pages, length, key_begin + page_in_stage * box_rows)
+        page = self.look_up(block_table, table_row, num_pages, key_end, key_begin + page_in_stage * box_rows)
         stage = Int32(0)
         phase = Int32(1)  # the first pass over the ring waits for nothing
         for i in cutlass.range(num_stages, unroll=1):
             key = key_begin + i * c.stage_keys + page_in_stage * box_rows
             # Looked up one stage ahead, so that the latency hides behind the wait for a slot.
-            next_page = self.look_up(block_table, table_row, num_pages, length, key + c.stage_keys)
+            next_page = self.look_up(block_table, table_row, num_pages, key_end, key + c.stage_keys)
             for which in cutlass.range_constexpr(2):
                 full = smem + FULL + stage * 8
                 ptx.mbarrier_wait(smem + EMPTY + stage * 8, phase)
@@ -42,9 +47,9 @@ class Producer(MmaTile):
             page = next_page
 
     @cute.jit
-    def look_up(self, block_table, table_row, num_pages, length, key):
-        """Page of a key; past the sequence's end an index that is out of bounds, which loads zeros."""
+    def look_up(self, block_table, table_row, num_pages, key_end, key):
+        """Page of a key; past the chunk's end an index that is out of bounds, which loads zeros."""
         page = Int32(num_pages)
-        if key < length:
+        if key < key_end:
             page = load_i32(block_table, table_row + key // self.config.page_size)
         return page

@@ -11,6 +11,7 @@ from cubinery.aot.kernels.paged_decode.mma_tile import (
     CONSUMER_BARRIER,
     LOG2E,
     NEG_INF,
+    OUT_SCALE,
     ROW_RESULT,
     ROW_SCALE,
     ROW_STATS,
@@ -54,7 +55,7 @@ class Epilogue(MmaTile):
         return smem + ROW_STATS + (key_group * self.config.row_tile + row) * 8
 
     @cute.jit
-    def finish_rows(self, smem, tidx, score_scale, out_scale, scale_o, is_split):
+    def finish_rows(self, smem, tidx, score_scale, scale_o, is_split):
         """One thread a row: total its slices into an output factor and the LSE, or the partial m and l."""
         c = self.config
         if tidx < c.row_tile:
@@ -69,7 +70,7 @@ class Epilogue(MmaTile):
                 l = ptx.load_shared_f32(self.stats(smem, k, tidx) + 4)
                 total = total + l * ptx.exp2((m - base) * (natural * LOG2E))
             total = total * 2.0**-self.p_log2_scale
-            factor = out_scale * 2.0**-self.p_log2_scale
+            factor = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0**-self.p_log2_scale
             first = natural * peak
             if not is_split:
                 factor = cutlass.select_(total == 0.0, Float32(0.0), factor * scale_o / total)

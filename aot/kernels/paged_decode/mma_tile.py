@@ -15,7 +15,8 @@ LOG2E = math.log2(math.e)
 NEG_INF = -math.inf
 
 # Byte offsets in the fixed part of shared memory.
-FULL, EMPTY = 0, 128  # 16 mbarriers each
+FULL, EMPTY = 0, 128  # 15 mbarriers each
+OUT_SCALE = 120  # fp32: v_descale, fetched early and kept out of registers
 ROW_SCALE = 256  # fp32 [row_tile]: factor that undoes the scaling of Q; at the end the row's l
 ROW_RESULT = 512  # fp32 [row_tile][2]: output factor, then LSE (or partial m)
 ROW_STATS = 1024  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice

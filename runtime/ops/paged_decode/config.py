@@ -130,9 +130,9 @@ class DecodeConfig(KernelConfig):
     """Barriers, row scales and results, then row statistics; a multiple of the swizzle's 1024 bytes."""
 
     def stages(self, arch: Arch) -> int:
-        """Ring stages that fit beside the other buffers, at most 16."""
+        """Ring stages that fit beside the other buffers, at most 15."""
         room = arch.smem_budget(self.ctas_per_sm) - self.FIXED_SMEM - self.q_bytes
-        return min(16, room // self.stage_bytes)
+        return min(15, room // self.stage_bytes)
 
     def smem_bytes(self, arch: Arch) -> int:
         """Dynamic shared memory that a launch passes."""

@@ -148,7 +148,7 @@ class Plan:
         self.splits = splits
 
     def _send(self, splits: SplitPlan, lengths: Any, stream: int) -> None:
-        self._upload.write([splits.work, splits.splits, lengths.astype(np.int32), _ONE], stream)
+        self._upload.write([splits.device_work(lengths), splits.splits, lengths.astype(np.int32), _ONE], stream)
         self._lengths = lengths
         self._ordered = stream
 

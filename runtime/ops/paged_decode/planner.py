@@ -78,6 +78,25 @@ class SplitPlan:
         return int(self.splits[:, 0].max())
 
 
+    def device_work(self, lengths: Ints) -> Int32s:
+        """`work` as the decode kernel reads it, in one load and without a look at `seq_lens`, (num_work, 4):
+
+        sequence (-1 for a padding item), first key, end key (never past the sequence's end), and the partial
+        slot, or -1 where the sequence is not split and the result goes straight to O.
+        """
+        items = self.work[: self.num_items]
+        seq = items[:, 0]
+        device = np.full((self.num_work, 4), -1, np.int32)
+        real = device[: self.num_items]
+        real[:, 0] = seq
+        np.multiply(items[:, 1:3], TILE_KEYS, out=real[:, 1:3])
+        np.minimum(real[:, 2], lengths[seq], out=real[:, 2], casting="unsafe")
+        real[:, 3] = items[:, 3] if self.num_partials == self.num_items else np.where(
+            self.splits[seq, 0] > 1, items[:, 3], -1
+        )
+        return device
+
+
 def host_lengths(seq_lens: Any) -> Ints:
     """Validate sequence lengths (a list, numpy array or CPU tensor of integers) as a 1-D int64 array.
 
