@@ -149,12 +149,12 @@ class Access:
         if size > 1:
             self._check_aligned(g, mask, k, address, size)
         index = self.shared_index(g, mask, k, address, size)
+        if self.races is not None:
+            self.races.read(self, g, mask, k, index, size)
         if self.uninitialised:
             bad = self.shared.block.unwritten(index, width, count, wanted)
             if bad is not None and bad.any():
                 self._unwritten(g, mask, k, address, bad, "shared")
-        if self.races is not None:
-            self.races.read(self, g, mask, k, index, size)
         return self.shared.block.load(index, width, count)
 
     def store_shared(

@@ -52,14 +52,14 @@ class Copies(Barriers):
         self._whole_warps(g, mask, k)
         index = self._rows(g, k, address, form.rows)
         block = self.shared.block
+        if self.races is not None:
+            self.races.read(self, g, None, k, self._per_lane(g, index), 16)
         if self.uninitialised:
             bad = block.unwritten(index, 8, 2, (True, True))
             if bad is not None and bad.any():
                 lanes = np.zeros((len(g), LANES), bool)
                 lanes[:, : form.rows] = bad
                 self._unwritten(g, None, k, address, lanes, "shared")
-        if self.races is not None:
-            self.races.read(self, g, None, k, self._per_lane(g, index), 16)
         low, high = block.load(index, 8, 2)
         rows = np.stack((low, high), axis=-1).view(np.uint8).reshape(len(g), form.rows, 16)
         return list(matrix_memory.load(form, rows).transpose(1, 0, 2))

@@ -380,10 +380,12 @@ class Machine(Copies, Barriers):
         """Say who waits for what."""
         lines: list[str] = []
         diverged = False
+        waiting = {warp for parked in self.parked for warp in parked.gang.warps[parked.left].tolist()}
         for number, gangs in self.stuck.items():
             compiled = self.kernel.segments[number]
             for gang in gangs:
-                diverged = True
+                # Where the missing lanes wait at a barrier, that barrier is to blame.
+                diverged = diverged or not waiting.issuperset(gang.warps.tolist())
                 lanes = gang.lanes()[0]
                 lines.append(
                     f"{self._who(gang, np.ones(len(gang), bool))}: lanes {_lane_list(lanes)} wait for the rest of their "
@@ -393,8 +395,8 @@ class Machine(Copies, Barriers):
             instr = self.kernel.instrs[parked.k]
             lines.append(f"{self._who(parked.gang, parked.left)} wait for {parked.why} at line {instr.line}")
         lines += self._barrier_states()
-        kind = DivergedFault if diverged and not self.parked else DeadlockFault
-        k = next(iter(self.parked)).k if self.parked else self.kernel.segments[next(iter(self.stuck))].index
+        kind = DivergedFault if diverged else DeadlockFault
+        k = self.kernel.segments[next(iter(self.stuck))].index if diverged else next(iter(self.parked)).k
         shown = "; ".join(lines[:24]) + (f"; and {len(lines) - 24} more" if len(lines) > 24 else "")
         raise kind(f"no warp can go on: {shown}", self.place(None, k))
 

@@ -45,7 +45,7 @@ class Races:
         first = int(self.rank[slot]) * self.per_cta
         self.clock[slot] = 0
         for agent in range(self.per_cta):
-            self.clock[slot, agent, :, first + agent] = 1
+            self.clock[slot, agent, 0, first + agent] = 1
         span = slice(slot * self.units, (slot + 1) * self.units)
         self.writer[span] = 0
         self.write_clock[span] = self.read_clock[span] = self._atomic[span] = 0
