@@ -162,8 +162,8 @@ def set_(instr: Instr) -> Compiled:
     half = to in ("u16", "s16", "f16", "bf16")
     if (to.endswith("x2") and not packed) or (packed and not to.endswith("x2") and to not in ("u32", "s32")):
         instr.unknown("packed results come from packed sources")
-    if half and kind not in ("f16", "bf16"):
-        instr.unknown("16-bit results come from halves")
+    if to in ("u16", "s16") and kind not in ("f16", "bf16"):
+        instr.unknown("16-bit integers come from halves")
     text = comparison(instr, name, kind)
     test = _compiled_test(text, kind, ftz) if kind in FLOATS else _integer_test(text, kind)
     join = _boolean(boolean)

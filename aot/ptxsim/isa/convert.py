@@ -64,9 +64,14 @@ def _parse(instr: Instr) -> _Conversion:
     known = (*INTEGERS, *_PLAIN, *_PAIRS, *_NARROW, "tf32")
     to, source = mods.expect(*known), mods.expect(*known)
     mods.done()
+    form = _Conversion(to, source, integer_rounding, rounding, *flags)
     if integer_rounding and rounding:
         instr.unknown("two rounding modes")
-    return _Conversion(to, source, integer_rounding, rounding, *flags)
+    if form.sat and "bf16" in (to, source):
+        instr.unknown(".sat does not apply to .bf16")
+    if form.ftz and ("f32" not in (to, source) or form.relu or form.satfinite):
+        instr.unknown(".ftz applies to .f32, without .relu and .satfinite")
+    return form
 
 
 def cvt(instr: Instr) -> Compiled:
@@ -192,11 +197,13 @@ def _to_float(instr: Instr, form: _Conversion) -> Compiled:
     register = _REGISTERS[form.to]
     if form.rounding in ("rna", "rs"):
         instr.unknown("rounding mode is not for this type")
-    if form.ftz and "f32" not in (form.to, form.source):
-        instr.unknown(".ftz applies to .f32")
     if form.source in INTEGERS:
         return _from_integer(instr, form, register)
+    if form.integer_rounding and form.to != form.source:
+        instr.unknown("rounding to an integer keeps the type")
     narrowing = _PLAIN.index(form.to) < _PLAIN.index(form.source) or (form.source, form.to) == ("f16", "bf16")
+    if form.rounding and form.source != "bf16" and not narrowing:
+        instr.unknown("a widening conversion takes no rounding mode")
     if narrowing and not form.rounding and not form.integer_rounding:
         instr.unknown("a narrowing conversion needs its rounding mode")
     mode = form.rounding or "rn"
@@ -306,6 +313,8 @@ def _to_tf32(instr: Instr, form: _Conversion) -> Compiled:
     """cvt.{rna,rn,rz}{.relu}{.satfinite}.tf32.f32: the low 13 bits of the register are 0, a NaN is canonical."""
     if form.source != "f32" or form.rounding not in ("rna", "rn", "rz") or form.sat or form.ftz:
         instr.unknown("no such conversion to tf32")
+    if form.relu and form.rounding == "rna":
+        instr.unknown(".rna takes no .relu")
     fmt = formats.FORMATS["tf32"]
 
     def convert(bits: Array) -> Array:
@@ -350,7 +359,8 @@ def _to_narrow(instr: Instr, form: _Conversion) -> Compiled:
     name = _NARROW[form.to]
     scale = name == "ue8m0"
     legal = form.rounding in ("rz", "rp") and not form.relu if scale else form.rounding == "rn" and form.satfinite
-    if not legal or form.sat or form.ftz or form.source not in ("f32", *_PAIRS):
+    pairs = ("bf16x2",) if scale else tuple(_PAIRS)
+    if not legal or form.sat or form.ftz or form.source not in ("f32", *pairs):
         instr.unknown("no such conversion to a narrow format")
     table = _narrow_table(form, name, _PAIRS.get(form.source, "bf16"))
     shift = 4 if name == "e2m1" else 8

@@ -148,6 +148,8 @@ def min_max(instr: Instr) -> Compiled:
     kind = mods.expect(*KINDS)
     mods.done()
     count = len(instr.operands) - 1
+    if ftz and kind.startswith("bf16"):
+        instr.unknown(".ftz does not apply to .bf16")
     if count not in (2, 3):
         instr.unknown("two or three sources are expected")
     if xorsign != absolute or (xorsign and count == 3):

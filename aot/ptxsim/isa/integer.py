@@ -43,6 +43,8 @@ def _sum(instr: Instr, sign: str) -> Compiled:
     pair = mods.choose("u16x2", "s16x2") if sign == "+" else ""
     kind = None if pair else _kind(mods)
     mods.done()
+    if saturating and pair:
+        instr.unknown(".sat applies to .s32 only")
     if kind is None:
         return Compiled(("b32",), ("b32", "b32"), packed16(np.add))
     if not saturating:

@@ -163,7 +163,7 @@ def permute(a: Array, b: Array, c: Array) -> Array:
         nibble = (c >> 4 * place).astype(np.uint64)
         byte = (pair >> ((nibble & np.uint64(7)) * np.uint64(8))) & np.uint64(0xFF)
         spread = np.where(byte & np.uint64(0x80), np.uint64(0xFF), np.uint64(0))
-        result |= np.where(nibble & np.uint64(8), spread, byte) << (8 * place)
+        result = result | np.where(nibble & np.uint64(8), spread, byte) << (8 * place)
     return result.astype(np.uint32)
 
 

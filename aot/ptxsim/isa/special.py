@@ -20,7 +20,7 @@ import numpy as np
 
 from cubinery.aot.ptxsim.isa import float32, float64, rounding
 from cubinery.aot.ptxsim.isa.base import Compiled, Instr, Modifiers, Operation, unary
-from cubinery.aot.ptxsim.isa.values import Array, canonical64
+from cubinery.aot.ptxsim.isa.values import MIN_NORMAL32, Array, canonical64
 
 TYPES = frozenset({"f32", "f64"})
 
@@ -57,12 +57,22 @@ def approximate(instr: Instr) -> Compiled:
     ftz = mods.take("ftz")
     if instr.opcode in ("rcp", "rsqrt") and mods.take("f64"):
         mods.done()
-        return unary("b64", _upper_half(_APPROXIMATE[instr.opcode], ftz or instr.opcode == "rcp"))
+        if instr.opcode == "rcp" and not ftz:
+            instr.unknown("rcp.approx of .f64 takes .ftz")
+        return unary("b64", _upper_half(_APPROXIMATE[instr.opcode], ftz))
     mods.expect("f32")
     mods.done()
     if ftz and instr.opcode == "tanh":
         instr.unknown("tanh takes no .ftz")
+    if ftz and instr.opcode == "ex2":
+        return unary("b32", float32.on_bits(_exp2_flushed, 1))
     return unary("b32", float32.on_bits(through_double(_APPROXIMATE[instr.opcode]), 1, ftz))
+
+
+def _exp2_flushed(value: Array) -> Array:
+    """ex2.approx.ftz, which softmax lives on: a flushed source makes no difference, and no result is negative."""
+    result = np.exp2(value.astype(np.float64)).astype(np.float32)
+    return np.multiply(result, result >= MIN_NORMAL32)
 
 
 def _upper_half(function: Callable[..., Any], ftz: bool) -> Callable[[Array], Array]:

@@ -134,7 +134,7 @@ def canonical64(value: Array) -> Array:
 
 def flush32(value: Array) -> Array:
     """f32 values with subnormals replaced by zeros of the same sign (.ftz); NaN and infinity stay."""
-    return np.multiply(value, np.abs(value) >= MIN_NORMAL32, dtype=np.float32)
+    return np.multiply(value, np.abs(value) >= MIN_NORMAL32)
 
 
 def saturate(value: Array) -> Array:

@@ -122,6 +122,7 @@ def test_set() -> None:
     assert run("set.lt.and.f32.u32", a, b, [0, 1, 1]) == [0, 0, 0]
     assert run("set.geu.s32.f32", [0x7FC00000], [0]) == [0xFFFFFFFF]
     assert run("set.eq.f16.f16", [0x8000, 1], [0, 2]) == [0x3C00, 0]
+    assert run("set.lt.bf16.f32", [0, 0x3F800000], [0x3F800000, 0]) == [0x3F80, 0]
     assert run("set.eq.bf16x2.bf16x2", [0x80003F80], [0x00003F81]) == [0x3F800000]
     assert run("set.gt.u32.f16x2", [0x3C000001], [0x00003C00]) == [0xFFFF0000]
     assert run("set.gt.ftz.f16x2.f16x2", [0x00010400], [0x00000000]) == [0x00003C00]
