@@ -200,7 +200,7 @@ def _tensor(instr: Instr, mods: Modifiers, reduce: bool, prefetch: bool) -> Tens
         direction = "prefetch"
     else:
         direction = "store" if mods.expect("shared::cta", "shared::cluster", "global") == "global" else "load"
-        mods.expect("shared::cta") if direction == "store" else mods.expect("global")
+        mods.expect("shared::cta" if direction == "store" else "global")
     reduction = mods.expect(*REDUCTIONS) if reduce else ""
     if reduce and direction != "store":
         instr.unknown("reductions go to global memory")

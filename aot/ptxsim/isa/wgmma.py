@@ -83,7 +83,10 @@ def form(instr: Instr) -> WgmmaForm:
     steps = n % 8 == 0 and 8 <= n <= 256 and not (integer and n > 32 and n % 16)
     if not known or k * BITS.get(a, 0) != 256 or not steps or (satfinite and not integer):
         instr.unknown("shape and types are not executed together")
-    return _operands(instr, WgmmaForm(n, k, acc, a, b, *instr.operands[:4], satfinite=satfinite))
+    if len(instr.operands) < 4:
+        instr.unknown("operands not understood")
+    d, first, second, scale_d = instr.operands[:4]
+    return _operands(instr, WgmmaForm(n, k, acc, a, b, d, first, second, scale_d, satfinite=satfinite))
 
 
 def _operands(instr: Instr, bare: WgmmaForm) -> WgmmaForm:
@@ -149,7 +152,7 @@ def multiply(
     b_codes = matrix_codes(shared, b_chunks, bits, f.b_mn_major, low)
     product = values(a_codes, f.a_type) @ values(b_codes, f.b_type).T
     if f.a_sign != f.b_sign:
-        product = -product
+        product = 0.0 - product  # a sum of zeros is +0
     total = product.reshape(WARPS, 16, f.n)
     if scale_d:
         total = total + accumulator_values(c_matrix(np.ascontiguousarray(accumulator), f.acc), f.acc)

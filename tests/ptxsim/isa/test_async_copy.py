@@ -123,7 +123,7 @@ def test_tensor_forms() -> None:
         "cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r1], %r2, %d2",
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.inc.s32 [%d1], [%r1], %r2",
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.max.f32 [%d1], [%r1], %r2",
-        "cp.async.bulk.tensor.2d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r1], [%d1, {%r2, %r3}], [%r4]",
+        "cp.async.bulk.tensor.1d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [%r1], [%d1, {%r2}], [%r4]",
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d1, {%r2, %r3}], [%r4]",
         "cp.async.bulk.tensor.2d.global.shared::cta.tile::gather4.bulk_group [%d1, {%r2, %r3}], [%r1]",
     ],

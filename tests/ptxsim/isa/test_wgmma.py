@@ -152,7 +152,7 @@ def test_a_in_registers_and_negation() -> None:
             spread_a[row // 16, i // 2, row % 8 * 4 + x % 8 // 2] |= int(a[row, x]) << 16 * (i % 2)
     descriptor = place(shared, b, "128B", 2048, False).encode()
     got = multiply(f, shared, spread_a, descriptor, np.zeros((4, 4, 32), np.uint32), False)
-    assert (got == spread(bits_of(-(av @ bv.T), "f32"), "f32")).all()
+    assert (got == spread(bits_of(0 - av @ bv.T, "f32"), "f32")).all()
 
 
 def test_a_matrix_outside() -> None:
