@@ -8,7 +8,7 @@ import importlib
 from cubinery.aot.ptxsim.isa.base import Instr, Operation
 
 PURE_FILES = (
-    "integer", "logic", "float32", "float64", "half", "special", "convert", "compare", "warp", "matrix",
+    "integer", "bitfield", "logic", "float32", "float64", "half", "special", "convert", "compare", "warp", "matrix",
 )  # fmt: skip
 """Files of `isa/` with an OPCODES table of register-to-register instructions."""
 
@@ -30,7 +30,8 @@ def _table() -> dict[str, tuple[tuple[frozenset[str], Operation], ...]]:
 def find(instr: Instr) -> Operation | None:
     """The pure operation of an instruction, or None where its opcode is not one.
 
-    Where several files have the opcode (`add` of integers, of f32, of f16), the first type in it decides: that of the result (`add.f32.f16`).
+    Where several files have the opcode (`add` of integers, of f32, of f16), the first type in it
+    decides: that of the result (`add.f32.f16`).
     """
     candidates = _table().get(instr.opcode, ())
     if len(candidates) <= 1:
