@@ -24,14 +24,19 @@ FORMATS = pytest.mark.parametrize("kv_format", ["fp8", "bf16"])
 class Captured:
     """A graph of one plan's run, and the memory that it writes."""
 
-    def __init__(self, plan: Plan, *cases: Case, **options: Any) -> None:
+    def __init__(self, plan: Plan, *cases: Case, seq_lens: torch.Tensor | None = None, **options: Any) -> None:
+        """With `seq_lens`, lengths on the device, the graph plans for itself."""
         self.plan, self.cases, device = plan, cases, cases[0].device
         self.outs = [torch.full_like(case.q, float("nan")) for case in cases]
         self.lses = [torch.full(plan.shape.lse, float("nan"), device=device) for _ in cases]
         self.workspace = torch.full((plan.workspace_bytes(),), 0xFF, dtype=torch.uint8, device=device)
         self.graph = torch.cuda.CUDAGraph()
+        if seq_lens is not None:
+            plan.update_on_device(seq_lens)
         torch.cuda.synchronize()
         with torch.cuda.graph(self.graph):
+            if seq_lens is not None:
+                plan.update_on_device(seq_lens)
             for case, out, lse in zip(cases, self.outs, self.lses, strict=True):
                 plan.run(*case.tensors, out=out, lse=lse, workspace=self.workspace, **options)
 
@@ -98,6 +103,39 @@ def test_edge_38_a_graph_follows_plans_updated_in_place(gpu: Gpu, kv_format: str
         assert same_bits(out, o_fresh)
         assert same_bits(lse, lse_fresh)
     assert len(counts) > 1 or how == "unsplit"
+
+
+@FORMATS
+@pytest.mark.parametrize("how", ["capturable", "unsplit"])
+def test_a_graph_plans_from_lengths_on_the_device(gpu: Gpu, kv_format: str, how: str) -> None:
+    """One graph of planning, decode and reduction; between replays only the lengths in device memory change."""
+    case = gpu.case(STEPS[0], kv_format=kv_format)
+    options: dict[str, Any] = {"capturable": {"capturable": True}, "unsplit": {"max_splits": 1}}[how]
+    seq_lens = torch.zeros(4, dtype=torch.int32, device=gpu.device)
+    captured = Captured(gpu.plan(case, **options), case, seq_lens=seq_lens)
+    for lengths in STEPS * 2:
+        seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        ((out, lse),) = captured.replay()
+        check(captured.plan, with_lengths(case, lengths), out, lse)
+
+
+def test_planning_on_the_device_waits_for_nothing(gpu: Gpu) -> None:
+    case = gpu.case(STEPS[0])
+    plan = gpu.plan(case, capturable=True)
+    seq_lens = torch.tensor(STEPS[1], dtype=torch.int32, device=gpu.device)
+    plan.update_on_device(seq_lens)
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    refuse_waiting(True)
+    try:
+        torch.cuda._sleep(200_000_000)
+        plan.update_on_device(seq_lens)
+        running = not torch.cuda.current_stream().query()
+    finally:
+        refuse_waiting(False)
+    assert running, "planning waited for the work before it"
+    out, lse = run(plan, case)
+    check(plan, with_lengths(case, STEPS[1]), out, lse)
 
 
 @FORMATS

@@ -168,6 +168,43 @@ def test_updates_rewrite_the_same_memory(make_decode: Make) -> None:
     assert len(driver.launches) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_updates_on_the_device_rewrite_the_same_memory(make_decode: Make, dtype: torch.dtype) -> None:
+    """Lengths that the host never sees: what a graph replays plans for what they hold at that moment."""
+    p = make_problem(lengths=[300, 17, 1500])
+    decode, driver = make_decode()
+    plan = decode.plan([1500, 1500, 1500], **p.heads, capturable=True)
+    host(driver, plan)
+    seq_lens = torch.zeros(3, dtype=dtype)
+    plan.update_on_device(seq_lens)
+    out, lse = torch.empty_like(p.q), torch.empty(3, 2, 4)
+    plan.run(*p.tensors, out=out, lse=lse)
+    captured = list(driver.launches)
+    for lengths in ([300, 17, 1500], [0, 0, 0], [256, 3, 1], [300, 17, 1500]):
+        seq_lens.copy_(torch.tensor(lengths))
+        driver.capturing.add(0)
+        plan.update_on_device(seq_lens)
+        driver.capturing.clear()
+        for launch in captured:
+            driver.on_launch(launch)
+        p.lengths = lengths
+        check(p, out, lse)
+    plan.update([300, 17, 1500])  # and the host may plan again
+    driver.on_launch(captured[0])
+    driver.on_launch(captured[1])
+    check(p, out, lse)
+
+
+def test_a_device_update_of_an_unsplit_plan(make_decode: Make) -> None:
+    p = make_problem()
+    decode, driver = make_decode()
+    plan = decode.plan([1500] * 3, **p.heads, max_splits=1)
+    host(driver, plan)
+    plan.update_on_device(torch.tensor(p.lengths))
+    check(p, *plan.run(*p.tensors))
+    assert len(driver.launches) == 1
+
+
 def test_the_fast_path_launches_the_same(make_decode: Make) -> None:
     p = make_problem()
     decode, driver = make_decode()

@@ -244,6 +244,46 @@ def test_updates_that_outgrow_a_captured_table_are_refused(make_decode: Make, p:
         eager.run(*p.tensors, out=out, lse=lse)
 
 
+def test_bad_device_updates(make_decode: Make, p: Problem) -> None:
+    decode, driver = make_decode()
+    plan = decode.plan([1500] * 3, **p.heads, capturable=True)
+    for bad, message in (
+        ([1, 2, 3], "seq_lens is a list: expected a torch tensor"),
+        (torch.zeros(3), r"seq_lens has dtype torch.float32: expected torch.int32 or torch.int64"),
+        (torch.zeros(4, dtype=torch.int32), r"seq_lens has shape \(4,\): expected \(3,\)"),
+        (torch.zeros(3, 1, dtype=torch.int32), r"seq_lens has shape \(3, 1\): expected \(3,\)"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            plan.update_on_device(bad)
+    driver.capturing.add(0)
+    with pytest.raises(CaptureError, match="call it once before the capture"):
+        plan.update_on_device(torch.zeros(3, dtype=torch.int32))
+    driver.capturing.clear()
+    with pytest.raises(PlanError, match="force_splits = 3: expected 0"):
+        decode.plan(p.lengths, **p.heads, force_splits=3).update_on_device(torch.zeros(3, dtype=torch.int32))
+
+
+def test_tables_hold_what_a_device_update_may_bring(make_decode: Make, p: Problem) -> None:
+    """The bound of the first device update counts, even where the host has planned shorter lengths since."""
+    decode, _ = make_decode()
+    plan = decode.plan([1500] * 3, **p.heads, capturable=True)
+    plan.update_on_device(torch.tensor([1500, 99_999, -7]))
+    assert plan._upload.tensor[4 * plan.num_work + 6 : -1].tolist() == [1500, 1500, 0]
+    plan.update([16, 16, 16])
+    with pytest.raises(ArgumentError, match="block_table has 1 columns of 16 keys: expected at least 94"):
+        plan.run(p.q, p.k, p.v, p.table[:, :1].contiguous())
+
+
+def test_a_table_is_checked_against_the_lengths_on_the_device(make_decode: Make, p: Problem) -> None:
+    decode, _ = make_decode()
+    plan = decode.plan([1500] * 3, **p.heads, capturable=True)
+    plan.update_on_device(torch.tensor(p.lengths))
+    plan.run(*p.tensors, check_block_table=True)  # the garbage past each sequence's end is no error
+    plan.update_on_device(torch.tensor([1500, 1500, 1500]))
+    with pytest.raises(ArgumentError, match=r"block_table\[\d, \d+\] = -2147483648"):
+        plan.run(*p.tensors, check_block_table=True)
+
+
 @pytest.mark.parametrize("policy", ["thor", "balanced"])
 def test_capturable_plans_keep_their_grid(make_decode: Make, p: Problem, policy: str) -> None:
     decode, driver = make_decode()

@@ -5,7 +5,6 @@ Imported by op.py alone, after torch.
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +12,11 @@ import torch  # noqa: TID253 - only op.py imports this module
 
 from cubinery.runtime import process
 from cubinery.runtime.errors import ArgumentError, CaptureError, PlanError
-from cubinery.runtime.kernel import BoundLaunch, Kernel
 from cubinery.runtime.ops.paged_decode import tensors
+from cubinery.runtime.ops.paged_decode.calls import Call, Recent
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
-from cubinery.runtime.ops.paged_decode.planner import SplitPlan, host_lengths, plan_splits
+from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
+from cubinery.runtime.ops.paged_decode.planner import DEFAULT_MAX_SPLITS, SplitPlan, host_lengths, plan_splits
 from cubinery.runtime.ops.paged_decode.streams import Upload, current_stream, on_stream, raw_stream
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ class Plan:
         self._upload = Upload(decode.torch_device, 4 * self.num_work + 3 * self.num_seqs + 1, stream)
         self._ordered = -1  # the stream that last ran, known to follow the upload
         self._current = current_stream(decode.torch_device)
-        self._calls: dict[tuple[int, int], _Call] = {}  # by the addresses of K and V
-        self._recent = _Recent()
+        self._calls: dict[tuple[int, int], Call] = {}  # by the addresses of K and V
+        self._recent = Recent()
+        self._device_planner: DevicePlanner | None = None
         self._workspace: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
         work = self._upload.tensor.data_ptr()
@@ -147,6 +148,59 @@ class Plan:
         self._send(splits, lengths, raw)
         self.splits = splits
 
+    def update_on_device(self, seq_lens: torch.Tensor, *, stream: Any = None) -> None:
+        """Replan from lengths that are on the device, without the host ever seeing them; a graph may capture it.
+
+        `seq_lens`: int32 or int64 (num_seqs,), read when `stream` gets there, so each replay plans for what they
+        hold then. The first call fixes a bound, the longest length that the host has planned for: longer ones are
+        cut to it, as the block table may hold no more; negative ones are 0. It also makes constants, so make it
+        before a capture; later calls wait for nothing and copy nothing from or to the host. The work list is filled
+        with the shortest chunks that it has room for, whatever the policy; `splits` remains the host's last plan.
+
+        Follows earlier work of `stream`, as `update` does. Raises ArgumentError, PlanError, CaptureError.
+        """
+        raw = raw_stream(self.decode.torch_device, stream)
+        tensors.common("seq_lens", seq_lens, self.decode.torch_device, "torch.int32", "torch.int64")
+        if tuple(seq_lens.shape) != (self.num_seqs,):
+            raise ArgumentError(f"seq_lens has shape {tuple(seq_lens.shape)}: expected ({self.num_seqs},)")
+        capturing = self._driver.is_capturing(raw)
+        planner = self._device_planner
+        if planner is None and capturing:
+            raise CaptureError(
+                "the first update_on_device of a plan makes constants, which a graph capture forbids: call it once "
+                "before the capture"
+            )
+        if raw != self._ordered:
+            self._order(raw)
+        with on_stream(self.decode.torch_device, raw):
+            if planner is None:
+                planner = self._device_planner = self._make_device_planner()
+            planner.write(seq_lens)
+        if not capturing:
+            self._upload.written(raw)
+            self._ordered = raw
+
+    def _make_device_planner(self) -> DevicePlanner:
+        options = self._options
+        if options["force_splits"]:
+            raise PlanError(
+                f"force_splits = {options['force_splits']}: expected 0 for plans that are updated on the device"
+            )
+        return DevicePlanner(
+            self._upload.tensor,
+            num_work=self.num_work,
+            num_seqs=self.num_seqs,
+            max_length=int(self._lengths.max()),
+            max_splits=options["max_splits"] or DEFAULT_MAX_SPLITS[options["policy"]],
+            min_chunk_tiles=options["min_chunk_tiles"],
+        )
+
+    @property
+    def _longest(self) -> int:
+        """Keys that a block table must have room for: a later update on the device may bring them."""
+        bound = 0 if self._device_planner is None else self._device_planner.max_length
+        return max(int(self._lengths.max()), bound)
+
     def _send(self, splits: SplitPlan, lengths: Any, stream: int) -> None:
         self._upload.write([splits.device_work(lengths), splits.splits, lengths.astype(np.int32), _ONE], stream)
         self._lengths = lengths
@@ -225,7 +279,7 @@ class Plan:
 
     def _bind(
         self, given: tuple[Any, ...], scales: tuple[Any, ...], raw: int, check_block_table: bool
-    ) -> tuple[_Call, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """Check every argument that changed, allocate what was not given, and pack the launches."""
         q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace = given
         shape, device = self.shape, self.decode.torch_device
@@ -239,7 +293,7 @@ class Plan:
         if not (same[1] and same[2]):
             values |= tensors.caches(k, v, shape)
         if not same[3]:
-            values |= tensors.block_table(table, shape, int(self._lengths.max()))
+            values |= tensors.block_table(table, shape, self._longest)
         values |= self._scales(scales, (q_descale, k_descale, v_descale))
         for name, descale, known in zip(_DESCALES, (q_descale, k_descale, v_descale), same[4:7], strict=True):
             if not known:
@@ -267,7 +321,7 @@ class Plan:
         if call is None:
             while len(self._calls) >= MAX_CALLS:
                 self._forget(next(iter(self._calls)))
-            call = self._calls[where] = _Call(self._kernel, self._reduction, values)
+            call = self._calls[where] = Call(self._kernel, self._reduction, values)
         else:
             try:
                 call.rebind(values)
@@ -315,9 +369,11 @@ class Plan:
         """Every entry that the kernel will look up names a page. Waits for the device."""
         if self._driver.is_capturing(raw):
             raise CaptureError("check_block_table waits for the device, which a graph capture forbids: check before it")
+        first = 4 * self.num_work + 2 * self.num_seqs
         with on_stream(self.decode.torch_device, raw):
             entries = table.cpu().numpy()
-        used = np.arange(entries.shape[1]) * self.shape.page_size < self._lengths[:, None]
+            lengths = self._upload.tensor[first : first + self.num_seqs].cpu().numpy()
+        used = np.arange(entries.shape[1]) * self.shape.page_size < lengths[:, None]
         bad = np.argwhere(used & ((entries < 0) | (entries >= num_pages)))
         if len(bad):
             seq, column = (int(i) for i in bad[0])
@@ -339,72 +395,3 @@ class Plan:
                 f"{what} copies from the host, which a graph must not repeat: plan before the capture, and call "
                 "update before each replay"
             )
-
-
-class _Recent(dict[tuple[Any, ...], "_Call"]):
-    """Launches by the identity of every argument; an entry leaves when one of its tensors dies."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _Call:
-    """The bound launches of one layer, and the arguments that they were bound from."""
-
-    __slots__ = ("_held", "_names", "addresses", "decode", "key", "launches", "others", "reduce", "table_keys")
-
-    def __init__(self, kernel: Kernel, reduction: Kernel | None, values: tensors.Values) -> None:
-        self.decode: BoundLaunch = kernel.bind(_pick(kernel, values))
-        self.reduce: BoundLaunch | None = None if reduction is None else reduction.bind(_pick(reduction, values))
-        self.launches = tuple(bound.enqueue for bound in (self.decode, self.reduce) if bound is not None)
-        self._names = frozenset(kernel.names), frozenset(() if reduction is None else reduction.names)
-        self._held: list[tuple[Any, int | None]] = []
-        self.addresses: tuple[int | None, ...] = ()
-        """Of Q, K, V, the block table, O and LSE."""
-        self.others: list[tuple[Any, int | None]] = []
-        """Descales and the workspace, where they are tensors."""
-        self.key: tuple[Any, ...] = ()
-        self.table_keys = 0
-        """Keys that a row of the block table has room for."""
-
-    def rebind(self, values: tensors.Values) -> None:
-        """Pack again what differs; `values` may be some of all."""
-        for launch, names in ((self.decode, self._names[0]), (self.reduce, self._names[1])):
-            if launch is not None:
-                launch.update(**{name: value for name, value in values.items() if name in names})
-
-    def remember(self, given: tuple[Any, ...], scales: tuple[Any, ...], recent: _Recent) -> None:
-        """Enter these arguments in `recent`, where they stay for as long as all their tensors live."""
-        recent.pop(self.key, None)
-        key = self.key = (*map(id, given), *scales)
-        table = weakref.ref(recent)  # else each entry would keep its own table alive
-
-        def gone(_: Any) -> None:
-            if (alive := table()) is not None:
-                alive.pop(key, None)
-
-        # Numbers are kept, so that their ids stay theirs; tensors are not, they belong to the caller.
-        self._held = [(weakref.ref(x, gone), x.data_ptr()) if isinstance(x, torch.Tensor) else (x, None) for x in given]
-        pointers = [pointer for _, pointer in self._held]
-        self.addresses = (*pointers[:4], *pointers[7:9])
-        self.others = [held for held in (*self._held[4:7], self._held[9]) if held[1] is not None]
-        recent[key] = self
-
-    def same(self, given: tuple[Any, ...]) -> list[bool]:
-        """Which arguments are the ones that were remembered, where they were."""
-        return [
-            held is x if pointer is None else held() is x and x is not None and x.data_ptr() == pointer
-            for x, (held, pointer) in zip(given, self._held, strict=True)
-        ]
-
-    def moved(self) -> bool:
-        """A descale or workspace among the remembered tensors has been given other memory."""
-        for reference, pointer in self.others:
-            tensor = reference()
-            if tensor is None or tensor.data_ptr() != pointer:
-                return True
-        return False
-
-
-def _pick(kernel: Kernel, values: tensors.Values) -> tensors.Values:
-    """The values that one kernel takes."""
-    return {name: values[name] for name in kernel.names}

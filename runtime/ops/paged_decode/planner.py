@@ -77,7 +77,6 @@ class SplitPlan:
         """Items of the most finely cut sequence."""
         return int(self.splits[:, 0].max())
 
-
     def device_work(self, lengths: Ints) -> Int32s:
         """`work` as the decode kernel reads it, in one load and without a look at `seq_lens`, (num_work, 4):
 
@@ -91,8 +90,8 @@ class SplitPlan:
         real[:, 0] = seq
         np.multiply(items[:, 1:3], TILE_KEYS, out=real[:, 1:3])
         np.minimum(real[:, 2], lengths[seq], out=real[:, 2], casting="unsafe")
-        real[:, 3] = items[:, 3] if self.num_partials == self.num_items else np.where(
-            self.splits[seq, 0] > 1, items[:, 3], -1
+        real[:, 3] = (
+            items[:, 3] if self.num_partials == self.num_items else np.where(self.splits[seq, 0] > 1, items[:, 3], -1)
         )
         return device
 

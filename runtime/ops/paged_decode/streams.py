@@ -72,6 +72,10 @@ class Upload:
         np.concatenate([part.reshape(-1) for part in parts], out=staging.numpy())
         with on_stream(self.device, raw):
             self.tensor[:total].copy_(staging, non_blocking=True)
+        self.written(raw)
+
+    def written(self, raw: int) -> None:
+        """Work on stream `raw` has rewritten the buffer: other streams must follow it from here on."""
         self.stream = raw
         if self.device.type != "cpu":
             if self._event is None:
