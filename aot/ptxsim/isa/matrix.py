@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 
 from cubinery.aot.ptxsim.isa.base import Compiled, Instr, Modifiers, Operation
-from cubinery.aot.ptxsim.isa.multiply import BITS, CODES, FP8, INT8, accumulator_bits, accumulator_values, values
+from cubinery.aot.ptxsim.isa.multiply import (
+    BITS,
+    CODES,
+    FP8,
+    INT8,
+    accumulator_bits,
+    accumulator_values,
+    register_values,
+)
 
 Array = Any
 GROUPS, THREADS = 8, 4
@@ -64,13 +72,6 @@ def a_matrix(registers: Array, bits: int) -> Array:
     return codes.transpose(0, 2, 3, 1, 4, 5).reshape(warps, 16, -1)
 
 
-def b_matrix(registers: Array, bits: int) -> Array:
-    """Codes (warps, K, 8) of B from registers (warps, r, 32) of uint32."""
-    warps, count, _ = registers.shape
-    codes = registers.view(CODES[bits]).reshape(warps, count, GROUPS, THREADS, 32 // bits)
-    return codes.transpose(0, 1, 3, 4, 2).reshape(warps, -1, GROUPS)
-
-
 def c_matrix(registers: Array, acc: str) -> Array:
     """Bits (warps, 16, N) of an accumulator from registers (warps, r, 32), N = 8 for every 4 (f16: 2) registers."""
     warps = registers.shape[0]
@@ -92,16 +93,32 @@ def c_registers(matrix: Array, acc: str) -> Array:
 
 
 def multiplier(form: MmaForm) -> Callable[..., tuple[Array, ...]]:
-    """The function of the flattened registers of A, B and C, each (warps, 32), that returns those of D."""
+    """The function of the flattened registers of A, B and C, each (warps, 32), that returns those of D.
+
+    The registers of one operand are stacked in front, so that stacking and unstacking copy whole arrays; each operand
+    is then transposed and widened to float64 in one pass.
+    """
     first, second = form.a_registers, form.a_registers + form.b_registers
+    elements = 32 // form.bits
+    half = form.acc == "f16"
 
     def run(*registers: Array) -> tuple[Array, ...]:
-        stacked = np.stack(registers, axis=1)
-        a = values(a_matrix(np.ascontiguousarray(stacked[:, :first]), form.bits), form.a_type)
-        b = values(b_matrix(np.ascontiguousarray(stacked[:, first:second]), form.bits), form.b_type)
-        c = accumulator_values(c_matrix(np.ascontiguousarray(stacked[:, second:]), form.acc), form.acc)
-        d = c_registers(accumulator_bits(a @ b + c, form.acc, form.satfinite), form.acc)
-        return tuple(d[:, i] for i in range(form.c_registers))
+        a = register_values(np.stack(registers[:first]), form.a_type)
+        b = register_values(np.stack(registers[first:second]), form.b_type)
+        warps = a.shape[1]
+        a = a.reshape(-1, 2, warps, GROUPS, THREADS, elements).transpose(2, 1, 3, 0, 4, 5)
+        b = b.reshape(-1, warps, GROUPS, THREADS, elements).transpose(1, 2, 0, 3, 4)
+        left = a.astype(np.float64, order="C").reshape(warps, 16, form.k)
+        right = b.astype(np.float64, order="C").reshape(warps, GROUPS, form.k)
+        product = left @ right.transpose(0, 2, 1)
+        c = np.stack(registers[second:])
+        if half:  # (register, warp, g, t, element)
+            parts = product.reshape(warps, 2, GROUPS, THREADS, 2).transpose(1, 0, 2, 3, 4)
+        else:  # (row half, column, warp, g, t)
+            parts = product.reshape(warps, 2, GROUPS, THREADS, 2).transpose(1, 4, 0, 2, 3)
+        old = accumulator_values(c.view(np.uint16) if half else c, form.acc).reshape(parts.shape)
+        d = np.ascontiguousarray(accumulator_bits(parts + old, form.acc, form.satfinite))
+        return tuple(d.view(np.uint32).reshape(-1, warps, 32))
 
     return run
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cubinery.aot.ptxsim.isa import formats
-from cubinery.aot.ptxsim.isa.values import NAN16, NAN32
+from cubinery.aot.ptxsim.isa.values import NAN16, canonical32
 
 Array = Any
 
@@ -50,6 +50,25 @@ def values(codes: Array, name: str) -> Array:
     return _table(name).take(codes)
 
 
+def register_values(registers: Array, name: str) -> Array:
+    """All elements of 32-bit registers (..., n), the lowest first, as float32 (..., n * elements), exactly."""
+    if name == "bf16":
+        pairs = np.empty((*registers.shape, 2), np.uint32)
+        np.left_shift(registers, 16, out=pairs[..., 0])
+        np.bitwise_and(registers, 0xFFFF0000, out=pairs[..., 1])
+        return pairs.view(np.float32)
+    if name == "tf32":
+        return (registers & np.uint32(0xFFFFE000)).view(np.float32)
+    if name == "f16":
+        return registers.view(np.float16).astype(np.float32)
+    return _narrow(name).take(registers.view(np.uint8))
+
+
+@cache
+def _narrow(name: str) -> Array:
+    return _table(name).astype(np.float32)
+
+
 def scale_values(codes: Array, name: str) -> Array:
     """Scale factors to float64: `ue8m0`, or `ue4m3`, which is e4m3 whose sign bit is ignored."""
     if name == "ue8m0":
@@ -58,9 +77,9 @@ def scale_values(codes: Array, name: str) -> Array:
 
 
 def accumulator_values(bits: Array, name: str) -> Array:
-    """Accumulator bits (f32, f16 or s32, as uint32 or uint16) to float64."""
+    """Accumulator bits (f32, f16 or s32, as uint32 or uint16) to floats that hold them exactly."""
     if name == "f32":
-        return bits.view(np.float32).astype(np.float64)
+        return bits.view(np.float32)  # widened by whatever it is added to
     if name == "s32":
         return bits.view(np.int32).astype(np.float64)
     return _table("f16").take(bits)
@@ -73,7 +92,6 @@ def accumulator_bits(result: Array, name: str, satfinite: bool = False) -> Array
             result = np.clip(result, -(2.0**31), 2.0**31 - 1)
         return result.astype(np.int64).astype(np.uint32)
     if name == "f32":
-        single = result.astype(np.float32)
-        return np.where(np.isnan(single), NAN32, single.view(np.uint32))
-    half = result.astype(np.float16)
+        return canonical32(result.astype(np.float32, order="C"))
+    half = result.astype(np.float16, order="C")
     return np.where(np.isnan(half), NAN16, half.view(np.uint16))

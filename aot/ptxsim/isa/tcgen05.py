@@ -270,7 +270,7 @@ def _accumulate(
     if o.enable_d:
         old = np.ascontiguousarray(cta.cells[region])
         bits = old.astype(np.uint16) if half else old
-        product = product + accumulator_values(bits, idesc.d_type) * 2.0**-o.scale_d
+        product = product + accumulator_values(bits, idesc.d_type).astype(np.float64) * 2.0**-o.scale_d
     new = accumulator_bits(product, idesc.d_type, idesc.saturate).astype(np.uint32)
     kept = np.array([disabled >> int(lane) & 1 for lane in lanes], bool)
     if kept.any():
