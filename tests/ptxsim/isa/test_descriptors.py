@@ -128,6 +128,12 @@ def test_instruction_descriptors_survive_encoding(descriptor: D, group: int) -> 
     assert decode_instruction(descriptor.encode(), descriptor.kind, group) == descriptor
 
 
+def test_a_narrow_product_of_a_published_decode_kernel() -> None:
+    expected = D("f16", 128, 8, "bf16", "bf16", "f32")
+    assert decode_instruction(0x8020490, "f16") == expected
+    assert decode_instruction(0x8020490 | 1 << 16, "f16") == dataclasses.replace(expected, b_mn_major=True)
+
+
 def test_bits_of_an_instruction_descriptor() -> None:
     """A hand-made one: bf16 x bf16 -> f32, B by columns, M = 128, N = 256, as public Blackwell GEMM kernels use it."""
     value = 1 << 4 | 1 << 7 | 1 << 10 | 1 << 16 | 32 << 17 | 8 << 24
@@ -147,7 +153,8 @@ def bad(kind: str, group: int = 1, ws: bool = False, **changes: Any) -> tuple[in
     [
         (bad("f16", m=192), "expected M of 64 or 128"),
         (bad("f16", group=2, m=64), "expected M of 128 or 256"),
-        (bad("f16", n=24), "steps of 16"),
+        (bad("f16", group=2, n=24), "steps of 16"),
+        (bad("f16", n=264), "steps of 8"),
         (bad("f16", n=0), "expected N"),
         (bad("i8", n=40), "steps of 16"),
         (bad("mxf8f6f4", m=64), "expected M of 128"),
