@@ -359,7 +359,6 @@ class Access:
 
 
 def _scatter(block: Block, g: Gang, mask: Any, index: Any, width: int, values: tuple[Any, ...]) -> None:
-    shape = (len(g), LANES)
     index = spread(index, len(g))
     if mask is None:
         block.store(index, width, values)

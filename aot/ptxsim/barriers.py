@@ -70,7 +70,7 @@ class Barriers(Access):
 
     named: dict[tuple[int, int], Named]
     mbarriers: dict[tuple[int, int], MBarrier]
-    clusters: dict[int, tuple[set[int], list[tuple[Parked, int]]]]
+    clusters: dict[int, ClusterBarrier]
     unfenced: dict[int, list[MBarrier]]
     """Barriers that a warp initialised and has not fenced, by warp."""
     live: Any
@@ -391,7 +391,6 @@ class Barriers(Access):
         self, g: Gang, k: int, then: int, address: Any, phase: Any, parity: bool, slot: int, spin: bool
     ) -> None:
         """mbarrier.try_wait: a spin blocks until the phase is complete, a lone one tells what is."""
-        shape = (len(g), LANES)
         active = g.lanes()
         self._check_aligned(g, g.mask, k, address, 8)
         self.shared_index(g, g.mask, k, address, 8)

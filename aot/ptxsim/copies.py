@@ -116,8 +116,8 @@ class Copies(Barriers):
                 self._placed(error, g, k, row, lane)
 
     def tensor_load(
-        self, g: Gang, mask: Any, k: int, destination: Any, tensor: Any, coords: tuple[Any, ...], mode: str, barrier: Any,
-        ranks: Any,
+        self, g: Gang, mask: Any, k: int, destination: Any, tensor: Any, coords: tuple[Any, ...], mode: str,
+        barrier: Any, ranks: Any,
     ) -> None:  # fmt: skip
         """cp.async.bulk.tensor from global to shared memory: each executing lane copies one box."""
         destination, barrier = spread(destination, len(g)), spread(barrier, len(g))
@@ -240,7 +240,7 @@ class Copies(Barriers):
     # -- groups --------------------------------------------------------------------------------
 
     def _bulk_read(self, g: Gang, row: int, k: int, slot: int, start: int, stop: int) -> Callable[[], None]:
-        """Enter a copy that reads shared memory [start, stop) into its warp's open bulk group; call the result at its end."""
+        """Enter a copy that reads shared memory [start, stop) into its warp's open group; call the result at its end."""
         clock = None
         if self.races is not None:
             unit = self.races.unit

@@ -71,6 +71,8 @@ class SimDriver:
     memory: GlobalMemory = field(default_factory=GlobalMemory)
     counters: Counters = field(default_factory=Counters)
     """Sums over all launches."""
+    ctas: int = 0
+    """CTAs of all launches."""
 
     def __post_init__(self) -> None:
         self._chip = resolve(self.arch)
@@ -224,6 +226,7 @@ class SimPrepared:
         driver.counters.segments += machine.counters.segments
         driver.counters.seconds += machine.counters.seconds
         driver.counters.launches += 1
+        driver.ctas += machine.total
 
     def _ptx_params(self) -> bytes:
         """The parameters at the offsets that the PTX text has: the cubin's may differ (see ParamSpec)."""
@@ -251,7 +254,8 @@ class SimPrepared:
             raise LaunchFault(f"{name}: {shared} bytes of shared memory: {chip.name} has {chip.smem_per_cta}")
         if kernel.info.registers * -(-threads // 128) * 128 > chip.registers_per_sm:
             raise LaunchFault(
-                f"{name}: {threads} threads of {kernel.info.registers} registers: {chip.name} has {chip.registers_per_sm}"
+                f"{name}: {threads} threads of {kernel.info.registers} registers: "
+                f"{chip.name} has {chip.registers_per_sm}"
             )
         if any(g % c for g, c in zip(config.grid, config.cluster, strict=True)):
             raise LaunchFault(f"{name}: grid {config.grid}: expected multiples of the cluster {config.cluster}")

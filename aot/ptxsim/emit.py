@@ -170,7 +170,8 @@ def atomic(scope: Scope, instr: Instr) -> None:
     mask = scope.mask(guard)
     values = ", ".join(scope.raw(o, register_type(kind)) for o in operands[1:])
     address = scope.address(operands[0], instr, "b32" if space == "shared" else "b64")
-    call = f"rt.atomic(g, {mask}, {_k(scope, instr)}, {space!r}, {operation!r}, {kind!r}, {address}, ({values},), {order!r})"
+    what = f"{space!r}, {operation!r}, {kind!r}"
+    call = f"rt.atomic(g, {mask}, {_k(scope, instr)}, {what}, {address}, ({values},), {order!r})"
     if not returns:
         scope.emit(call)
     elif not isinstance(instr.operands[0], Discard):
@@ -389,7 +390,8 @@ def tensor_load(scope: Scope, instr: Instr) -> None:
     ranks = scope.raw(operands[3], "b16") if multicast else "None"
     mask = scope.mask(scope.guard(instr.guard))
     scope.emit(
-        f"rt.tensor_load(g, {mask}, {_k(scope, instr)}, {destination}, {tensor}, {coords}, {mode!r}, {barrier}, {ranks})"
+        f"rt.tensor_load(g, {mask}, {_k(scope, instr)}, {destination}, {tensor}, {coords}, {mode!r}, "
+        f"{barrier}, {ranks})"
     )
 
 
@@ -434,7 +436,9 @@ def nothing(_scope: Scope, instr: Instr) -> None:
     known = {
         "setmaxnreg": {"inc", "dec", "sync", "aligned", "u32"},
         "griddepcontrol": {"launch_dependents"},
-        "prefetch": {"global", "local", "L1", "L2", "L2::evict_last", "L2::evict_normal", "tensormap", "param", "const"},
+        "prefetch": {
+            "global", "local", "L1", "L2", "L2::evict_last", "L2::evict_normal", "tensormap", "param", "const",
+        },
         "discard": {"global", "L2"},
         "applypriority": {"global", "L2::evict_normal"},
     }  # fmt: skip
@@ -519,7 +523,7 @@ def wait(scope: Scope, instr: Instr) -> str:
         case "griddepcontrol" | "nanosleep":
             return f"({guard},)"
         case _:
-            instr.unknown("is not executed")
+            return instr.unknown("is not executed")
 
 
 def _try_wait(scope: Scope, instr: Instr, guard: str) -> str:

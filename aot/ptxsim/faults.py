@@ -37,10 +37,10 @@ class Place:
         return f"{where}: {self.text}" if self.text else where
 
 
-class Fault(SimError):
+class Fault(SimError):  # noqa: N818
     """Base of all faults. `place` says where, `detail` what."""
 
-    def __init__(self, detail: str, place: Place = Place()) -> None:  # noqa: B008 - immutable
+    def __init__(self, detail: str, place: Place = Place()) -> None:
         super().__init__(f"{type(self).__name__}: {detail} [{place}]")
         self.detail, self.place = detail, place
 

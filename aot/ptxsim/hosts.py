@@ -27,7 +27,7 @@ def watching(driver: SimDriver) -> Iterator[None]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    class Watch(TorchDispatchMode):  # type: ignore[misc]
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             name = func._schema.name
@@ -39,7 +39,7 @@ def watching(driver: SimDriver) -> Iterator[None]:
                 _register(driver, leaf, torch, initialised=not empty)
             return result
 
-    with Watch():
+    with Watch():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -13,7 +13,7 @@ from cubinery.aot.ptxsim.barriers import Barriers, Parked
 from cubinery.aot.ptxsim.copies import Copies
 from cubinery.aot.ptxsim.faults import DeadlockFault, DivergedFault, LaunchFault, TransactionFault, TrapFault
 from cubinery.aot.ptxsim.groups import Groups
-from cubinery.aot.ptxsim.isa.base import DTYPES
+from cubinery.aot.ptxsim.isa.base import DTYPES, Register
 from cubinery.aot.ptxsim.memory import Block, GlobalMemory, SharedMemory
 from cubinery.aot.ptxsim.program import results
 from cubinery.aot.ptxsim.races import Races
@@ -44,6 +44,8 @@ class Tracer(Protocol):
 
     def waits(self, machine: Machine, gang: Gang, why: str) -> None: ...
 
+    def woke(self, machine: Machine, gang: Gang, by: Any) -> None: ...
+
 
 class Machine(Copies, Barriers):
     """Runs one launch of one kernel."""
@@ -59,7 +61,7 @@ class Machine(Copies, Barriers):
         cluster: tuple[int, int, int] = (1, 1, 1),
         dynamic_smem: int = 0,
         schedule: Fair | None = None,
-        checks: Checks = Checks(),  # noqa: B008 - immutable
+        checks: Checks = Checks(),
         resident: int = 64,
         tracer: Tracer | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -100,7 +102,8 @@ class Machine(Copies, Barriers):
         self.released: dict[Parked, None] = {}
         self.pending: list[Pending] = []
         self.next_cta = self.finished = 0
-        self._now = 0
+        self._last: Any = None
+        """Warps that ran last, where a tracer wants to know."""
         self._wait_handlers = _handlers(self)
         self._undefined = [np.zeros((1, 1), DTYPES[r.type]) if r.type in DTYPES else None for r in kernel.slots]
 
@@ -146,6 +149,7 @@ class Machine(Copies, Barriers):
         self.counters.segments += 1
         if self.tracer is not None:
             self.tracer.ran(self, gang, compiled)
+            self._last = gang.warps
         result = compiled.run(gang.frame, gang, self)
         segment = compiled.segment
         if segment.wait is not None:
@@ -268,13 +272,12 @@ class Machine(Copies, Barriers):
         for parked in released:
             go = parked.go
             parked.go = np.zeros(len(go), bool)
-            if go.all():
-                gang = parked.gang
-            else:
-                gang = parked.gang.rows(go)
+            gang = parked.gang if go.all() else parked.gang.rows(go)
             parked.left &= ~go
             if not parked.left.any():
                 del self.parked[parked]
+            if self.tracer is not None:
+                self.tracer.woke(self, gang, self._last)
             self.go_on(self._pruned(gang, parked.then), parked.then)
 
     def peek_fails(self) -> bool:
@@ -342,7 +345,7 @@ class Machine(Copies, Barriers):
         lost = [p for p in self.pending if base <= p.slot < base + self.cluster_size]
         if lost:
             block = tuple(self.block_index[lost[0].slot].tolist())
-            detail = f"block {block} exits while {len(lost)} copies to its shared memory are under way: nobody waited for them"
+            detail = f"block {block} exits while {len(lost)} copies to its shared memory are under way: nobody waited"
             raise TransactionFault(detail, self.place(None, len(self.kernel.instrs) - 1))
         for slot in range(base, base + self.cluster_size):
             self._leftovers(slot)
@@ -363,8 +366,8 @@ class Machine(Copies, Barriers):
             if barrier.tx:
                 place = self.place(None, last)
                 detail = (
-                    f"the mbarrier at {key[1]:#x} of block {tuple(self.block_index[slot].tolist())} ends with a transaction "
-                    f"count of {barrier.tx} bytes in phase {barrier.phase}: expected and copied bytes differ"
+                    f"the mbarrier at {key[1]:#x} of block {tuple(self.block_index[slot].tolist())} ends with a "
+                    f"transaction count of {barrier.tx} bytes in phase {barrier.phase}: expected and copied bytes differ"
                 )
                 raise TransactionFault(detail, place)
         for key in [key for key in self.named if key[0] == slot]:
@@ -388,8 +391,8 @@ class Machine(Copies, Barriers):
                 diverged = diverged or not waiting.issuperset(gang.warps.tolist())
                 lanes = gang.lanes()[0]
                 lines.append(
-                    f"{self._who(gang, np.ones(len(gang), bool))}: lanes {_lane_list(lanes)} wait for the rest of their "
-                    f"warp at line {compiled.segment.converge_line}"
+                    f"{self._who(gang, np.ones(len(gang), bool))}: lanes {_lane_list(lanes)} wait for the rest of "
+                    f"their warp at line {compiled.segment.converge_line}"
                 )
         for parked in self.parked:
             instr = self.kernel.instrs[parked.k]
@@ -456,7 +459,8 @@ def _handlers(m: Machine) -> dict[str, Callable[[Gang, int, Compiled, tuple[Any,
     def result_slot(compiled: Compiled) -> int:
         assert compiled.segment.wait is not None
         written = results(compiled.segment.wait)
-        return m.kernel.slots.get(written[0], -1) if written else -1  # type: ignore[call-overload, no-any-return]
+        target = written[0] if written else None
+        return m.kernel.slots[target] if isinstance(target, Register) else -1
 
     def barrier(g: Gang, k: int, compiled: Compiled, operands: tuple[Any, ...]) -> None:
         if not operands:

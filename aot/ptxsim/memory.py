@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -171,10 +172,7 @@ class GlobalMemory:
             inside = rest & (address < found.end)
             over = inside & (address + np.uint64(size) > found.end)
             if over.any():
-                name, end = found.name, found.end
-                raise AccessError(
-                    "bounds", over, lambda a: f"{size} bytes at {a:#x} reach past the end of {name}, {end:#x}"
-                )
+                raise AccessError("bounds", over, partial(_past, size, found.name, found.end))
             result.append((found, inside))
             rest = rest & ~inside
         return result
@@ -188,6 +186,10 @@ class GlobalMemory:
         if at + 1 < len(self._bases) and self._bases[at + 1] - address < 1 << 20:
             return f" ({self._bases[at + 1] - address} bytes before {self._allocations[at + 1].name})"
         return ""
+
+
+def _past(size: int, name: str, end: int, address: int) -> str:
+    return f"{size} bytes at {address:#x} reach past the end of {name}, {end:#x}"
 
 
 class SharedMemory:

@@ -146,7 +146,8 @@ class Races:
     ) -> None:
         first = int(np.argmax(late))
         address = int(at[first] % self.units) * self.unit
-        detail = f"{does} shared address {address:#x}, {done} by {self.describe(int(by[first]))}, with nothing that orders the two"
+        other = self.describe(int(by[first]))
+        detail = f"{does} shared address {address:#x}, {done} by {other}, with nothing that orders the two"
         where = None
         if g is not None:
             where = np.zeros((len(g), LANES), bool)
@@ -195,8 +196,8 @@ class Races:
             address = int(at[first] % self.units) * self.unit
             rt.fail(
                 ProxyFault,
-                f"shared address {address:#x}, stored by {self.describe(int(writer[first]))}, is read by the async proxy "
-                "without fence.proxy.async after the store",
+                f"shared address {address:#x}, stored by {self.describe(int(writer[first]))}, is read by the async "
+                "proxy without fence.proxy.async after the store",
                 g,
                 k,
             )

@@ -154,7 +154,7 @@ class Late(Fair):
         return []
 
     def lands_late(self, pending: list[Pending]) -> int:
-        first = {}
+        first: dict[int, int] = {}
         for i, work in enumerate(pending):
             first.setdefault(work.queue if work.queue else -1 - i, i)
         return self.random.choice(list(first.values()))

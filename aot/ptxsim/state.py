@@ -81,7 +81,7 @@ def join(gangs: list[Gang], live: list[int], slots: int) -> Gang:
 
 def _concatenate(gangs: list[Gang], warps: Any, live: list[int], slots: int) -> Gang:
     """Gangs of different warps, in the order of the warps."""
-    order = np.argsort(warps, kind="stable")
+    order: Any = np.argsort(warps, kind="stable")
     if (order[1:] > order[:-1]).all():
         order = slice(None)
     frame: Frame = [None] * slots

@@ -35,7 +35,9 @@ def test_bar_sync_orders_stores_before_loads(schedule: str) -> None:
 
 
 def test_without_the_barrier_it_is_a_race() -> None:
-    body = f"{MINE} st.shared.b32 [%r2], %r9; xor.b32 %r3, %r2, 256; ld.shared.b32 %r4, [%r3]; st.global.b32 [%rd9], %r4;"
+    body = (
+        f"{MINE} st.shared.b32 [%r2], %r9; xor.b32 %r3, %r2, 256; ld.shared.b32 %r4, [%r3]; st.global.b32 [%rd9], %r4;"
+    )
     with pytest.raises(RaceFault, match=r"reads shared address 0x[45]00, written by warp \d"):
         run(body, 128, threads=128)
 
@@ -223,7 +225,9 @@ def test_a_tensor_load_lands_before_the_wait_ends(schedule: str) -> None:
 
 
 def test_boxes_reach_over_the_edge() -> None:
-    out = tma(TMA.replace("mov.b32 %r3, 4", "mov.b32 %r3, -8").replace("mov.b32 %r4, 1", "mov.b32 %r4, 30")).reshape(8, 16)
+    out = tma(TMA.replace("mov.b32 %r3, 4", "mov.b32 %r3, -8").replace("mov.b32 %r4, 1", "mov.b32 %r4, 30")).reshape(
+        8, 16
+    )
     assert (out[:2, 8:] == np.arange(1000, 2024).reshape(32, 32)[30:, :8]).all()
     out[:2, 8:] = 0
     assert (out == 0).all()

@@ -73,7 +73,9 @@ def test_blocks_and_special_registers() -> None:
 
 def test_a_block_of_less_than_a_warp() -> None:
     body = "vote.sync.ballot.b32 %r1, 1, -1; shfl.sync.up.b32 %r2, %r9, 1, 0, -1; add.s32 %r1, %r1, %r2; st.global.b32 [%rd9], %r1;"
-    body = body.replace("vote.sync.ballot.b32 %r1, 1, -1;", "setp.eq.b32 %p1, %r9, %r9; vote.sync.ballot.b32 %r1, %p1, -1;")
+    body = body.replace(
+        "vote.sync.ballot.b32 %r1, 1, -1;", "setp.eq.b32 %p1, %r9, %r9; vote.sync.ballot.b32 %r1, %p1, -1;"
+    )
     assert run(body, 20, threads=20).tolist() == [(1 << 20) - 1 + max(i - 1, 0) for i in range(20)]
 
 
@@ -91,7 +93,9 @@ def test_elect_in_a_diverged_warp_is_reported() -> None:
 
 
 def test_elect_after_reconvergence() -> None:
-    body = "setp.lt.u32 %p1, %r9, 5; @%p1 bra A; mov.b32 %r1, 1; A: elect.sync %r2|%p2, -1; @%p2 st.global.b32 [%rd9], 7;"
+    body = (
+        "setp.lt.u32 %p1, %r9, 5; @%p1 bra A; mov.b32 %r1, 1; A: elect.sync %r2|%p2, -1; @%p2 st.global.b32 [%rd9], 7;"
+    )
     assert run(body).tolist() == [7] + [0] * 31
 
 
@@ -115,7 +119,9 @@ def test_trap() -> None:
     assert (found.value.place.lane, found.value.place.warp, found.value.place.line) == (3, 0, 10)
 
 
-@pytest.mark.parametrize("line", ["frobnicate.b32 %r1, %r2", "add.s32.wild %r1, %r2, %r3", "bar.sync.odd 0", "ld.global.odd.b32 %r1, [%rd8]"])
+@pytest.mark.parametrize(
+    "line", ["frobnicate.b32 %r1, %r2", "add.s32.wild %r1, %r2, %r3", "bar.sync.odd 0", "ld.global.odd.b32 %r1, [%rd8]"]
+)
 def test_what_is_not_known_is_refused_with_its_line(line: str) -> None:
     with pytest.raises(UnknownInstruction, match=f"PTX line 10: .*{line.split()[0]}"):
         run(f"{line};")
