@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cubinery import __version__
 from cubinery.runtime.errors import BundleConflictError, BundleError, IntegrityError, ManifestVersionError
@@ -74,7 +74,12 @@ def _major_minor(version: str) -> tuple[int, int]:
 
 def open_all(paths: StrPath | Sequence[StrPath]) -> tuple[Bundle, ...]:
     """The bundles at each path: one arch's folder, or the folder above several. Raises BundleError."""
-    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    given: list[Any] = list(paths) if isinstance(paths, (list, tuple)) else [paths]
+    for path in given:
+        if not isinstance(path, (str, os.PathLike)):
+            raise BundleError(
+                f"{path!r} is no path: expected the folder of a bundle, the folder above, or a list of them"
+            )
     if not given:
         raise BundleError("no bundle given: expected the folder of one, or the folder above several")
     return tuple(Bundle.open(root) for path in given for root in _folders(Path(path)))

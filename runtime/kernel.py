@@ -10,6 +10,7 @@ from typing import Any
 from cubinery.runtime import process
 from cubinery.runtime.arguments import ArgumentPlan, TensorMapCache, Value
 from cubinery.runtime.driver import Driver, LaunchConfig, PreparedLaunch
+from cubinery.runtime.errors import ArgumentError
 from cubinery.runtime.manifest import KernelRecord
 
 
@@ -54,6 +55,8 @@ class Kernel:
         values' memory must outlive the launches. Touches no device.
         """
         process.check(self._generation, repr(self))
+        if not isinstance(values, Mapping):
+            raise ArgumentError(f"values is a {type(values).__name__}: expected a mapping from names to numbers")
         packed = self._arguments.pack(values)
         grid = self._arguments.grid(values)
         prepared = self._prepare()
@@ -112,6 +115,8 @@ class BoundLaunch:
         old = self._values
         if values == old:
             return
+        if not isinstance(values, Mapping):
+            raise ArgumentError(f"values is a {type(values).__name__}: expected a mapping from names to numbers")
         if values.keys() != old.keys():
             self._arguments.pack(values)  # raises, naming what is missing or unknown
         self._change(dict(values), [name for name, value in values.items() if old[name] != value])

@@ -13,7 +13,14 @@ from cubinery.runtime.arguments import TensorMapCache
 from cubinery.runtime.bundle import Bundle, StrPath
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.driver import DeviceInfo, Driver
-from cubinery.runtime.errors import AbiError, ArchError, CaptureError, DriverError, KernelNotFoundError
+from cubinery.runtime.errors import (
+    AbiError,
+    ArchError,
+    ArgumentError,
+    CaptureError,
+    DriverError,
+    KernelNotFoundError,
+)
 from cubinery.runtime.kernel import Kernel
 from cubinery.runtime.manifest import Artifact, KernelRecord
 
@@ -74,6 +81,8 @@ class Library:
 
     def artifact(self, key: str) -> Artifact:
         """The manifest entry of a key. Raises KernelNotFoundError, and records the miss."""
+        if not isinstance(key, str):
+            raise ArgumentError(f"key = {key!r}: expected text, such as {next(iter(self._artifacts), 'a key')!r}")
         found = self._artifacts.get(key)
         if found is None:
             roots = [b.root for b in self.bundles]
@@ -174,6 +183,8 @@ class Library:
         `devices` defaults to the current one. After it, no launch of these keys loads anything, so it may be
         captured. Raises what `kernel` raises.
         """
+        if isinstance(keys, str):
+            raise ArgumentError(f"keys = {keys!r}: expected a list of keys; for one, [{keys!r}]")
         chosen = None if keys is None else list(dict.fromkeys(keys))
         count = 0
         for device in [self.driver.current_device()] if devices is None else list(devices):
@@ -189,6 +200,8 @@ class Library:
 
     def _load(self, artifact: Artifact, device: int, stream: int | None) -> dict[str, Kernel]:
         driver = self.driver
+        if type(device) is not int:
+            raise ArgumentError(f"device = {device!r}: expected an index")
         with self._lock:
             loaded = self._kernels.get((artifact.key, device))
             if loaded is not None:

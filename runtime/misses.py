@@ -40,7 +40,12 @@ class MissLog:
         for root in roots:
             if file.resolve().is_relative_to(root.resolve()):
                 raise ArgumentError(f"{file}: lies in the bundle {root}, which is read only: name another place")
-        file.write_text(json.dumps(self.entries(), indent=1) + "\n", encoding="utf-8")
+        try:
+            file.write_text(json.dumps(self.entries(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ArgumentError(
+                f"{file}: cannot write the misses there: {error.strerror}: name another place"
+            ) from error
         return file
 
 

@@ -59,6 +59,9 @@ def test_what_is_no_bundle_is_named(tmp_path: Path) -> None:
         Library.open(tmp_path)
     with pytest.raises(BundleError, match="no bundle given"):
         Library.open([])
+    for junk in (None, 3, b"bundle", [tmp_path, 3]):
+        with pytest.raises(BundleError, match="is no path: expected the folder of a bundle"):
+            Library.open(junk)  # type: ignore[arg-type]
 
 
 def test_one_truncated_manifest_of_several_is_named(bundle: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_driver import FakeDriver, device, fake_artifact, fake_image, fake_manifest, write_bundle
@@ -19,6 +20,7 @@ from cubinery.runtime.driver import DeviceInfo
 from cubinery.runtime.errors import (
     AbiError,
     ArchError,
+    ArgumentError,
     BundleError,
     CaptureError,
     DriverError,
@@ -326,6 +328,25 @@ def test_a_key_that_is_no_key_is_no_miss(bundle: Path) -> None:
     with pytest.raises(KernelNotFoundError, match=f"nearest: .*{KEY}"):
         library[f"{KEY}-zz9"]
     assert library.misses == ()
+
+
+def test_arguments_of_another_type_are_named(bundle: Path) -> None:
+    library: Any = Library.open(bundle, driver=FakeDriver())
+    for key in (3, None):
+        with pytest.raises(ArgumentError, match=f"key = {key}: expected text, such as 'paged_decode-"):
+            library[key]
+    with pytest.raises(ArgumentError, match="device = 'cuda:0': expected an index"):
+        library.kernel(KEY, "cuda:0")
+    with pytest.raises(ArgumentError, match=r"expected a list of keys; for one, \["):
+        library.preload(KEY)
+    with pytest.raises(ArgumentError, match=r"/proc/misses: cannot write the misses there: .*: name another place"):
+        library.save_misses("/proc/misses")
+    kernel = library[KEY]
+    with pytest.raises(ArgumentError, match="values is a list: expected a mapping from names to numbers"):
+        kernel.bind([1])
+    bound = kernel.bind(dict.fromkeys(kernel.names, 16))
+    with pytest.raises(ArgumentError, match="values is a NoneType: expected a mapping"):
+        bound.rebind(None)
 
 
 def test_key_for_names_the_exact_target_when_nothing_serves(bundle: Path) -> None:

@@ -283,7 +283,8 @@ class Plan:
         """Check every argument that changed, allocate what was not given, and pack the launches."""
         q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace = given
         shape, device = self.shape, self.decode.torch_device
-        where = (k.data_ptr(), v.data_ptr()) if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) else None
+        dense = all(isinstance(x, torch.Tensor) and x.layout == torch.strided for x in (k, v))
+        where = (k.data_ptr(), v.data_ptr()) if dense else None
         call = None if where is None else self._calls.get(where)
         # What an earlier run of this layer was given too has been checked, and its values are packed.
         same = [False] * len(given) if call is None else call.same(given)
@@ -317,7 +318,7 @@ class Plan:
                 if lse is None:
                     lse = torch.empty(shape.lse, dtype=torch.float32, device=device)
                     values |= tensors.lse(lse, shape)
-        assert where is not None, "caches() refuses what is no tensor"
+        assert where is not None, "caches() refuses what is no dense tensor"
         if call is None:
             while len(self._calls) >= MAX_CALLS:
                 self._forget(next(iter(self._calls)))
@@ -345,6 +346,11 @@ class Plan:
                     scale_o *= number
                 else:
                     scale_qs *= number
+        if scale_qs < tensors.SMALLEST_SCALE:
+            raise ArgumentError(
+                f"softmax_scale times the descales that are numbers = {scale_qs:g}: expected at least "
+                f"{tensors.SMALLEST_SCALE:g}, which the kernel's fp32 can hold"
+            )
         return {"scale_qs": scale_qs, "scale_o": scale_o}
 
     def _forget(self, key: tuple[int, int]) -> None:

@@ -21,6 +21,9 @@ STRIDE_LIMIT = 2**31
 ALIGNMENT = 16
 """Bytes: of base addresses, and of the strides of Q, K, V and O (TMA and vector accesses)."""
 
+SMALLEST_SCALE = 2.0**-126
+"""Smallest normal fp32: a scale that vanished would turn masked scores, minus infinity times it, into NaN."""
+
 KV_DTYPES = {"bf16": ("torch.bfloat16",), "fp8": ("torch.float8_e4m3fn", "torch.uint8")}
 """Accepted dtypes by kv_format; uint8 holds e4m3 codes, as serving engines allocate them."""
 Q_DTYPES = {"bf16": "torch.bfloat16"}
@@ -61,6 +64,8 @@ def common(name: str, tensor: Tensor, device: Any, *dtypes: str) -> None:
         raise ArgumentError(f"{name} is a {type(tensor).__name__}: expected a torch tensor")
     if tensor.device != device:
         raise ArgumentError(f"{name} is on {tensor.device}: expected {device}")
+    if str(tensor.layout) != "torch.strided":
+        raise ArgumentError(f"{name} has layout {tensor.layout}: expected torch.strided")
     if str(tensor.dtype) not in dtypes:
         raise ArgumentError(f"{name} has dtype {tensor.dtype}: expected {' or '.join(dtypes)}")
 
@@ -89,6 +94,18 @@ def strides(name: str, tensor: Tensor, axes: tuple[str, ...], *, align: int = AL
     return result
 
 
+def distinct(name: str, tensor: Tensor) -> None:
+    """Elements of an output must not share memory, as those of an expanded tensor do."""
+    room = 1
+    for stride, count in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < room:
+            raise ArgumentError(
+                f"{name} has strides {tuple(tensor.stride())}: expected elements that do not share memory (shape "
+                f"{tuple(tensor.shape)})"
+            )
+        room = stride * count
+
+
 def address(name: str, pointer: int, align: int = ALIGNMENT) -> None:
     if pointer == 0 or pointer % align:
         raise ArgumentError(f"{name} lies at address {pointer:#x}: expected a multiple of {align}")
@@ -114,6 +131,8 @@ def queries(name: str, tensor: Tensor, shape: Shape, prefix: str) -> Values:
             f"{name} has shape {found}: expected {flat} or {full}, "
             "(num_seqs * q_len, num_q_heads, head_dim) or with num_seqs and q_len apart"
         )
+    if prefix == "o":
+        distinct(name, tensor)
     return {prefix: tensor.data_ptr(), f"{prefix}_seq": seq, f"{prefix}_token": token, f"{prefix}_head": head}
 
 
@@ -162,6 +181,8 @@ def block_table(table: Tensor, shape: Shape, longest: int) -> Values:
 
 def descale(name: str, tensor: Tensor, shape: Shape) -> Values:
     """fp32 of one element, (num_kv_heads,) or (num_seqs, num_kv_heads)."""
+    if not hasattr(tensor, "data_ptr"):
+        raise ArgumentError(f"{name} is a {type(tensor).__name__}: expected None, a number or a torch tensor")
     common(name, tensor, shape.device, "torch.float32")
     found, by_head = tuple(tensor.shape), (shape.num_kv_heads,)
     if math.prod(found) == 1:
