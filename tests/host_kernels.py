@@ -125,9 +125,9 @@ class HostKernels:
                         lse[seq, head, n] = top + np.log(total) if total else -np.inf
 
     def reduce(self, launch: Launch) -> None:
-        v, (rows, num_seqs, one) = launch.values, launch.grid
+        v, (row_blocks, num_seqs, one) = launch.values, launch.grid
         heads, n_q, group = v["num_kv_heads"], v["n_q"], v["group_size"]
-        assert (rows, num_seqs, one) == (heads * n_q, self.num_seqs, 1)
+        assert (row_blocks, num_seqs, one) == (-(-heads * n_q // v["rows_per_cta"]), self.num_seqs, 1)
         d = launch.config.dynamic_smem * 8 // launch.config.block[0]  # one fp32 row a warp
         splits = packed(v["splits"], (self.num_seqs, 2), np.int32)
         lse = packed(v["lse"], (self.num_seqs, heads, n_q), np.float32)

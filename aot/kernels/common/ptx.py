@@ -133,6 +133,13 @@ def load_global_f32x4(address: Int64) -> list[Float32]:
     )
 
 
+def store_global_bf16(address: Int64, value: Float32) -> None:
+    """One fp32 value rounded to bf16, to global memory."""
+    inline(
+        "{ .reg .b16 half; cvt.rn.bf16.f32 half, {$r1}; st.global.b16 [{$r0}], half; }", read_only_args=[address, value]
+    )
+
+
 def store_global_v2(address: Int64, values: Fragment) -> None:
     """8 bytes to global memory."""
     inline("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *values])

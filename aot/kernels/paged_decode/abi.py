@@ -8,10 +8,7 @@ from __future__ import annotations
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.manifest import KernelRecord, TensorMapSpec, pack_params
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig, ReduceConfig
-
-REDUCE_WARPS = 8
-"""Warps of a reduction CTA; each merges every eighth split of one query row."""
+from cubinery.runtime.ops.paged_decode.config import REDUCE_WARPS, DecodeConfig, ReduceConfig
 
 
 def declare(config: KernelConfig, arch: Arch) -> KernelRecord:
@@ -104,6 +101,7 @@ def _reduce(config: ReduceConfig) -> KernelRecord:
         ("num_kv_heads", "i32"),
         ("n_q", "i32"),
         ("group_size", "i32"),
+        ("rows_per_cta", "i32"),  # 1 or REDUCE_WARPS
         ("o_seq", "i32"),
         ("o_token", "i32"),
         ("o_head", "i32"),
@@ -113,7 +111,7 @@ def _reduce(config: ReduceConfig) -> KernelRecord:
         role="reduce",
         symbol="cubinery_paged_decode_reduce_0",
         block=(32 * REDUCE_WARPS, 1, 1),
-        grid=("rows", "num_seqs", 1),  # rows = num_kv_heads * n_q
+        grid=("row_blocks", "num_seqs", 1),  # num_kv_heads * n_q rows over rows_per_cta
         params=params,
         dynamic_smem=reduce_smem_bytes(config),
         pdl=config.pdl,

@@ -19,6 +19,9 @@ TILE_KEYS = 128
 KV_BITS = {"bf16": 16, "fp8": 8}
 """Bits of one stored K or V element, by kv_format."""
 
+REDUCE_WARPS = 8
+"""Warps of a reduction CTA, and the query rows that it takes where there are many."""
+
 MAX_SPLITS = 256
 """Most chunks that one sequence may be cut into; the reduction loops over them."""
 

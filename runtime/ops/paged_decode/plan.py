@@ -14,7 +14,7 @@ from cubinery.runtime import process
 from cubinery.runtime.errors import ArgumentError, CaptureError, PlanError
 from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.calls import Call, Recent
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import REDUCE_WARPS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
 from cubinery.runtime.ops.paged_decode.planner import DEFAULT_MAX_SPLITS, SplitPlan, host_lengths, plan_splits
 from cubinery.runtime.ops.paged_decode.streams import Upload, current_stream, on_stream, raw_stream
@@ -74,6 +74,9 @@ class Plan:
         work = self._upload.tensor.data_ptr()
         seq_lens = work + 16 * self.num_work + 8 * self.num_seqs
         self._one = seq_lens + 4 * self.num_seqs
+        rows = num_kv_heads * self.shape.n_q
+        # Where rows are many, a CTA of the reduction takes several; else it has one to itself.
+        rows_per_cta = REDUCE_WARPS if rows * self.num_seqs >= REDUCE_WARPS * decode.info.sm_count else 1
         self._constants: tensors.Values = {
             "work": work,
             "splits": work + 16 * self.num_work,
@@ -82,7 +85,8 @@ class Plan:
             "num_seqs": self.num_seqs,
             "num_kv_heads": num_kv_heads,
             "q_tiles": options["q_tiles"],
-            "rows": num_kv_heads * self.shape.n_q,
+            "rows_per_cta": rows_per_cta,
+            "row_blocks": -(-rows // rows_per_cta),
             "n_q": self.shape.n_q,
             "group_size": group,
         }

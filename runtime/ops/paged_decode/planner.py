@@ -38,13 +38,13 @@ MAX_WORK = 65535
 # Costs of the `balanced` estimate, in the time one CTA takes for one tile.
 CTA_TILES = 2.0
 """Start, first loads in flight and epilogue of a CTA."""
-PARTIAL_TILES = 0.5
+PARTIAL_TILES = 1.0
 """Writing a partial result and reading it back."""
 REDUCE_TILES = 1.5
 """The reduction's launch, paid once if anything is split."""
 FINEST = 3
 """Chunks are not cut below this fraction of the tiles that a resident CTA gets if all work is even."""
-NEARLY_LEAST = 1.01
+NEARLY_LEAST = 1.03
 """An estimate this close to the least is as good, and fewer items cost less traffic and planning."""
 
 _ESTIMATE_ELEMENTS = 2048
