@@ -272,7 +272,7 @@ def _accumulate(
         bits = old.astype(np.uint16) if half else old
         product = product + accumulator_values(bits, idesc.d_type).astype(np.float64) * 2.0**-o.scale_d
     new = accumulator_bits(product, idesc.d_type, idesc.saturate).astype(np.uint32)
-    kept = np.array([disabled >> int(lane) & 1 for lane in lanes], bool)
-    if kept.any():
+    if disabled & (1 << LANES) - 1:
+        kept = np.array([disabled >> int(lane) & 1 for lane in lanes], bool)
         new = np.where(kept[:, None], cta.cells[region], new)
     cta.cells[region] = new
