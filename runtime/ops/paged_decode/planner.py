@@ -44,7 +44,7 @@ REDUCE_TILES = 1.5
 """The reduction's launch, paid once if anything is split."""
 FINEST = 3
 """Chunks are not cut below this fraction of the tiles that a resident CTA gets if all work is even."""
-NEARLY_LEAST = 1.03
+NEARLY_LEAST = 1.02
 """An estimate this close to the least is as good, and fewer items cost less traffic and planning."""
 
 _ESTIMATE_ELEMENTS = 2048
