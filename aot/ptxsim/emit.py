@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cubinery.aot.ptxsim.codegen import Scope, Value, emit_move, emit_pure
+from cubinery.aot.ptxsim.emit_tensorcore import tensor, tensor_wait
 from cubinery.aot.ptxsim.isa import matrix_memory
 from cubinery.aot.ptxsim.isa.base import (
     DTYPES,
@@ -492,6 +493,7 @@ EMITTERS: dict[str, Callable[[Scope, Instr], None]] = {
     "createpolicy": policy,
     "trap": trap,
     "elect": elect,
+    "tcgen05": tensor,
 }
 
 
@@ -522,6 +524,8 @@ def wait(scope: Scope, instr: Instr) -> str:
             return f"({guard}, {'bulk' if 'bulk' in words else 'cp'!r}, {most.value})"
         case "griddepcontrol" | "nanosleep":
             return f"({guard},)"
+        case "tcgen05":
+            return tensor_wait(scope, instr, guard)
         case _:
             return instr.unknown("is not executed")
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from cubinery.aot.ptxsim.barriers import Barriers, Parked
-from cubinery.aot.ptxsim.copies import Copies
 from cubinery.aot.ptxsim.faults import DeadlockFault, DivergedFault, LaunchFault, TransactionFault, TrapFault
 from cubinery.aot.ptxsim.groups import Groups
 from cubinery.aot.ptxsim.isa.base import DTYPES, Register
@@ -20,6 +19,7 @@ from cubinery.aot.ptxsim.races import Races
 from cubinery.aot.ptxsim.schedule import Counters, Fair, Pending, Ready
 from cubinery.aot.ptxsim.special import SpecialRegisters
 from cubinery.aot.ptxsim.state import LANES, Gang, join, packed, spread
+from cubinery.aot.ptxsim.tensorcore import TensorCore
 from cubinery.aot.ptxsim.translate import Compiled, Translation
 
 _LANE_BITS = np.uint64(1) << np.arange(LANES, dtype=np.uint64)
@@ -47,7 +47,7 @@ class Tracer(Protocol):
     def woke(self, machine: Machine, gang: Gang, by: Any) -> None: ...
 
 
-class Machine(Copies, Barriers):
+class Machine(TensorCore, Barriers):
     """Runs one launch of one kernel."""
 
     def __init__(
@@ -349,6 +349,7 @@ class Machine(Copies, Barriers):
             raise TransactionFault(detail, self.place(None, len(self.kernel.instrs) - 1))
         for slot in range(base, base + self.cluster_size):
             self._leftovers(slot)
+            self.tensor_exit(slot)
             self.shared.reset(slot)
             if self.races is not None:
                 self.races.reset(slot)
@@ -482,6 +483,12 @@ def _handlers(m: Machine) -> dict[str, Callable[[Gang, int, Compiled, tuple[Any,
     def passes(g: Gang, _k: int, compiled: Compiled, _operands: tuple[Any, ...]) -> None:
         m.go_on(g, compiled.segment.follow)  # launches follow each other, so there is nothing to wait for
 
+    def tensor(g: Gang, k: int, compiled: Compiled, operands: tuple[Any, ...]) -> None:
+        if m.kernel.instrs[k].modifiers[0] == "alloc":
+            m.tensor_alloc(g, k, compiled.segment.follow, *operands)
+        else:
+            m.tensor_wait(g, k, compiled.segment.follow, *operands)
+
     return {
         "bar": barrier,
         "barrier": barrier,
@@ -489,4 +496,5 @@ def _handlers(m: Machine) -> dict[str, Callable[[Gang, int, Compiled, tuple[Any,
         "cp": groups,
         "griddepcontrol": passes,
         "nanosleep": passes,
+        "tcgen05": tensor,
     }

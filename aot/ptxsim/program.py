@@ -175,7 +175,7 @@ def results(instr: Instr) -> tuple[Operand, ...]:
             # arrive writes a state only where its first operand is no address
             return () if operands and isinstance(operands[0], Address) else operands[:1]
         case "tcgen05":
-            return operands[:1] if words[0] == "ld" else ()
+            return operands[: 1 + ("red" in words)] if words[0] == "ld" else ()
         case "wgmma":
             return operands[:1] if words[0] == "mma_async" else ()
         case "setp":
