@@ -43,6 +43,7 @@ class Access:
     """Rank of each slot's CTA in its cluster, (slots,)."""
     block_index: Any
     """Block index of each slot's CTA, (slots, 3)."""
+    fixed_params: dict[tuple[int, ...], tuple[Any, ...]]
     races: Races | None
     uninitialised: bool
     """Report reads of memory that was never written."""
@@ -242,6 +243,14 @@ class Access:
         for found, inside in self._pieces(g, mask, k, address, size):
             index = (address[inside] - np.uint64(found.origin)).astype(np.int64)
             found.block.store(index, width, tuple(np.broadcast_to(v, address.shape)[inside] for v in values))
+
+    def load_fixed_param(self, g: Gang, mask: Any, k: int, address: Any, *rest: Any) -> tuple[Any, ...]:
+        """ld.param of a named parameter: the same array every time, so that gangs that join see one value."""
+        key = (int(address[0, 0]), *rest[:2])
+        found = self.fixed_params.get(key)
+        if found is None:
+            found = self.fixed_params[key] = self.load_param(g, mask, k, address, *rest)
+        return found
 
     def load_param(
         self, g: Gang, mask: Any, k: int, address: Any, width: int, count: int, _wanted: Any, _order: bool

@@ -23,6 +23,7 @@ from cubinery.aot.ptxsim.isa.base import (
     Modifiers,
     Operand,
     Register,
+    Symbol,
     flatten,
     register_type,
 )
@@ -104,6 +105,8 @@ def load(scope: Scope, instr: Instr) -> None:
     names = [scope.name() for _ in range(count)]
     wanted = tuple(isinstance(t, Register) and t in scope.program.wanted(instr) for t in targets)
     address = scope.address(source, instr, "b32" if space == "shared" else "b64")
+    if space == "param" and isinstance(source, Address) and isinstance(source.base, Symbol):
+        space = "fixed_param"
     scope.emit(
         f"{', '.join(names)}, = rt.load_{space}(g, {mask}, {_k(scope, instr)}, {address}, {width}, {count}, "
         f"{scope.constant(wanted)}, {order in ('acquire', 'volatile', 'relaxed', 'mmio')})"

@@ -95,6 +95,7 @@ class Machine(TensorCore, Barriers):
         self._threads_of_cta = first
         self.live = np.zeros((slots * self.wpc, LANES), bool)
         self.named, self.mbarriers, self.clusters = {}, {}, {}
+        self.fixed_params = {}
         self._maps, self.unfenced, self.groups = {}, {}, Groups()
         self.ready: Ready = {}
         self.stuck: dict[int, list[Gang]] = {}

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 WIDTHS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+FULL = {width: np.iinfo(dtype).max for width, dtype in WIDTHS.items()}
+"""Marks of an element that has been written as a whole."""
 SHARED_BASE = 0x400
 """Where a CTA's shared memory starts in its window: the hardware keeps what lies below."""
 RANK_SHIFT = 24
@@ -58,7 +60,7 @@ class Block:
         if self._written is None:
             return None
         view, at = self._written[width], index // width
-        full = np.iinfo(WIDTHS[width]).max
+        full = FULL[width]
         bad = None
         for i in range(count):
             if wanted[i]:
@@ -72,7 +74,7 @@ class Block:
         for i, value in enumerate(values):
             view[at + i] = value
             if self._written is not None:
-                self._written[width][at + i] = np.iinfo(WIDTHS[width]).max
+                self._written[width][at + i] = FULL[width]
 
     def mark(self, start: int, stop: int) -> None:
         """Count bytes as written."""

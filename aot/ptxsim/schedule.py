@@ -104,26 +104,22 @@ class Priorities(Fair):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
-        self.priority: dict[int, float] = {}
+        self.priority = np.zeros(0)
         self.until = 0
+        self.current = -1
+        """The warp that ran last: it goes on unless one of higher priority may have become ready."""
 
     def pick(self, ready: Ready) -> list[Gang]:
         self.runs += 1
         if self.runs > self.until:
-            self.priority.clear()
+            self.priority = np.zeros(0)
             self.until = self.runs + self.random.choice((20, 100, 500))
-        best: tuple[float, int, Any] | None = None
-        for number, gangs in ready.items():
-            for gang in gangs:
-                for warp in gang.warps.tolist():
-                    rank = self.priority.get(warp)
-                    if rank is None:
-                        rank = self.priority[warp] = self.random.random()
-                    # Of one warp's parts the one that is behind goes first, so that it reconverges.
-                    if best is None or (rank, -number) > (best[0], -best[1]):
-                        best = (rank, number, warp)
-        assert best is not None
-        _, number, warp = best
+            self.current = -1
+        same = self._goes_on(ready)
+        if same is not None:
+            return [same]
+        number, warp = self._highest(ready)
+        self.current = warp
         taken, rest = [], []
         for gang in ready.pop(number):
             rows = gang.warps == warp
@@ -137,6 +133,31 @@ class Priorities(Fair):
         if rest:
             ready[number] = rest
         return taken
+
+    def _goes_on(self, ready: Ready) -> Gang | None:
+        """The warp that ran last, unless a better one is looked for; what it left off is the last of its list."""
+        if self.current < 0 or self.random.random() < 0.1:
+            return None
+        for number in reversed(ready):
+            gangs = ready[number]
+            if len(gangs[-1].warps) == 1 and gangs[-1].warps[0] == self.current:
+                gang = gangs.pop()
+                if not gangs:
+                    del ready[number]
+                return gang
+        return None
+
+    def _highest(self, ready: Ready) -> tuple[int, int]:
+        """(segment, warp) of the highest priority among all that can run."""
+        warps = np.concatenate([gang.warps for gangs in ready.values() for gang in gangs])
+        numbers = np.repeat(
+            np.fromiter(ready, np.int64), [sum(len(gang) for gang in gangs) for gangs in ready.values()]
+        )
+        if warps.max() >= len(self.priority):
+            more = int(warps.max()) + 1 - len(self.priority)
+            self.priority = np.append(self.priority, [self.random.random() for _ in range(more)])
+        best = np.lexsort((numbers, -self.priority[warps]))[0]
+        return int(numbers[best]), int(warps[best])
 
     def lands_now(self, pending: list[Pending]) -> list[int]:
         return [i for i in range(len(pending)) if self.random.random() < 0.05]
