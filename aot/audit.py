@@ -166,7 +166,9 @@ def _check_kernel(arch_name: str, record: KernelRecord, code: KernelInfo, say: S
     if (arch := ARCHS.get(arch_name)) is not None:
         threads = record.block[0] * record.block[1] * record.block[2]
         smem = code.static_smem + record.dynamic_smem
-        fit, limit = occupancy(arch, threads=threads, registers=code.registers, smem=smem)
+        fit, limit = occupancy(
+            arch, threads=threads, registers=code.registers, smem=smem, tmem_columns=record.tmem_columns
+        )
         if fit < record.min_ctas_per_sm:
             wanted = record.min_ctas_per_sm
             say("occupancy", f"{record.symbol}: {fit} CTAs fit an SM (limit: {limit}), expected {wanted}")

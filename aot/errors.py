@@ -76,5 +76,9 @@ class SharedMemoryGateError(GateError):
     """One CTA needs more shared memory than the arch lets it have."""
 
 
+class TensorMemoryGateError(GateError):
+    """The code allocates tensor memory and declares none, or the other way round, or more than an SM has."""
+
+
 class OccupancyGateError(GateError):
     """Fewer CTAs fit an SM than the configuration promises."""

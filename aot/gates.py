@@ -14,8 +14,17 @@ from cubinery.aot.errors import (
     SharedMemoryGateError,
     StackGateError,
     SymbolGateError,
+    TensorMemoryGateError,
 )
-from cubinery.aot.inspect import CubinInfo, KernelInfo, occupancy, ptx_block, ptx_params, read_cubin
+from cubinery.aot.inspect import (
+    CubinInfo,
+    KernelInfo,
+    occupancy,
+    ptx_allocates_tensor_memory,
+    ptx_block,
+    ptx_params,
+    read_cubin,
+)
 from cubinery.aot.spec import Gates
 from cubinery.runtime.arch import SMEM_RESERVED_PER_CTA, Arch
 from cubinery.runtime.manifest import KernelRecord, ParamSpec, Resources
@@ -46,6 +55,7 @@ def check(key: str, arch: Arch, record: KernelRecord, gates: Gates, cubin: bytes
     kernel = _check_symbol(key, record, info)
     _check_abi(key, record, kernel, ptx)
     _check_block(key, record, kernel, ptx)
+    _check_tensor_memory(key, arch, record, ptx)
     return _check_resources(key, arch, record, gates, kernel, info)
 
 
@@ -111,6 +121,16 @@ def _check_block(key: str, record: KernelRecord, kernel: KernelInfo, ptx: str) -
         raise BlockGateError(f"{key}: block {record.block} has {threads} threads: expected 1 to 1024")
 
 
+def _check_tensor_memory(key: str, arch: Arch, record: KernelRecord, ptx: str) -> None:
+    if ptx_allocates_tensor_memory(ptx) != bool(record.tmem_columns):
+        does = "allocates no" if record.tmem_columns else "allocates"
+        raise TensorMemoryGateError(f"{key}: the code {does} tensor memory, {record.tmem_columns} columns are declared")
+    if record.tmem_columns > arch.tmem_columns:
+        raise TensorMemoryGateError(
+            f"{key}: a CTA needs {record.tmem_columns} columns of tensor memory, {arch.name} has {arch.tmem_columns}"
+        )
+
+
 def _check_resources(
     key: str, arch: Arch, record: KernelRecord, gates: Gates, kernel: KernelInfo, info: CubinInfo
 ) -> Inspected:
@@ -129,13 +149,15 @@ def _check_resources(
             f"{arch.name} gives at most {arch.smem_per_cta}"
         )
     threads = record.block[0] * record.block[1] * record.block[2]
-    fit, limit = occupancy(arch, threads=threads, registers=kernel.registers, smem=smem)
+    fit, limit = occupancy(
+        arch, threads=threads, registers=kernel.registers, smem=smem, tmem_columns=record.tmem_columns
+    )
     wanted = record.min_ctas_per_sm if gates.min_ctas_per_sm is None else gates.min_ctas_per_sm
     if fit < wanted:
         raise OccupancyGateError(
             f"{key}: {fit} CTA{'s' * (fit != 1)} fit an SM of {arch.name}, at least {wanted} needed; limited by "
             f"{limit} ({threads} threads of {kernel.registers} registers, {smem} + {SMEM_RESERVED_PER_CTA} bytes of "
-            "shared memory)"
+            f"shared memory, {record.tmem_columns} columns of tensor memory)"
         )
     placed = zip(record.params, kernel.params, strict=True)
     return Inspected(

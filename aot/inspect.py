@@ -231,6 +231,11 @@ def ptx_block(ptx: str, symbol: str) -> tuple[str, tuple[int, int, int]] | None:
     return None if match is None else (match[1], (int(match[2]), int(match[3] or 1), int(match[4] or 1)))
 
 
+def ptx_allocates_tensor_memory(ptx: str) -> bool:
+    """True where the code asks for tensor memory at all (how much may be known at run time alone)."""
+    return re.search(r"^\s*(?:@!?%\w+\s+)?tcgen05\.alloc\b", ptx, re.MULTILINE) is not None
+
+
 def ptx_version(ptx: str) -> str:
     """The `.version` of a PTX text, such as `9.4`. Raises InspectError."""
     match = re.search(r"^\s*\.version\s+(\d+\.\d+)", ptx, re.MULTILINE)
@@ -242,11 +247,12 @@ def ptx_version(ptx: str) -> str:
 # -- occupancy and disassembly -------------------------------------------------------------------
 
 
-def occupancy(arch: Arch, *, threads: int, registers: int, smem: int) -> tuple[int, str]:
+def occupancy(arch: Arch, *, threads: int, registers: int, smem: int, tmem_columns: int = 0) -> tuple[int, str]:
     """(CTAs that fit one SM, what limits them); `smem` is static plus dynamic bytes of a CTA.
 
     A warp's registers are rounded up to 256 and come from one quarter of the SM; a CTA's shared
-    memory is rounded up to 128 bytes with the 1024 that the hardware reserves.
+    memory is rounded up to 128 bytes with the 1024 that the hardware reserves. A CTA that finds no tensor
+    memory would wait for it, so columns bound what fits as well.
     """
     warps = -(-threads // 32)
     per_warp = -(-max(registers, 1) * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
@@ -258,6 +264,8 @@ def occupancy(arch: Arch, *, threads: int, registers: int, smem: int) -> tuple[i
         "shared memory": arch.smem_per_sm // per_cta,
         "resident CTAs": arch.ctas_per_sm,
     }
+    if tmem_columns:
+        limits["tensor memory"] = arch.tmem_columns // tmem_columns
     reason = min(limits, key=lambda name: limits[name])
     return limits[reason], reason
 

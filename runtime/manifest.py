@@ -87,7 +87,7 @@ class Resources:
     """Bytes of stack frame a thread: spills and dynamically indexed arrays."""
     static_smem: int
     ctas_per_sm: int
-    """CTAs that really fit an SM of the arch by registers, threads and shared memory."""
+    """CTAs that really fit an SM of the arch by registers, threads, shared memory and tensor memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,8 @@ class KernelRecord:
     """Preferred shared memory carveout in percent; -1 leaves the driver's default."""
     min_ctas_per_sm: int = 1
     pdl: bool = False
+    tmem_columns: int = 0
+    """Tensor memory columns that one CTA allocates: 0, or a power of two from 32 to 512."""
     resources: Resources | None = None
 
 

@@ -43,6 +43,9 @@ TENSOR_MAP_BITS = {
 }  # fmt: skip
 """Bits of one element of each tensor map data type, spelt as CUtensorMapDataType in lower case."""
 
+TMEM_COLUMNS = (0, 32, 64, 128, 256, 512)
+"""What a CTA can allocate of tensor memory."""
+
 _SYMBOL = re.compile(r"[A-Za-z_$][A-Za-z0-9_$.]*\Z")
 
 Memo = dict[bytes, Any]
@@ -62,6 +65,9 @@ def read_kernel(value: Any, where: str, memo: Memo) -> KernelRecord:
         k["cluster"] = dims(k["cluster"], f"{where}.cluster", 16)
     integer(k.get("dynamic_smem", 0), f"{where}.dynamic_smem", 0, 256 * 1024)
     integer(k.get("carveout", -1), f"{where}.carveout", -1, 100)
+    columns = k.get("tmem_columns", 0)
+    if type(columns) is not int or columns not in TMEM_COLUMNS:
+        fail(f"{where}.tmem_columns", f"{columns!r:.60}: expected one of {', '.join(map(str, TMEM_COLUMNS))}")
     integer(k.get("min_ctas_per_sm", 1), f"{where}.min_ctas_per_sm", 1, 32)
     boolean(k.get("pdl", False), f"{where}.pdl")
     if k.get("resources") is not None:

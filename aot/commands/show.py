@@ -106,6 +106,7 @@ def _describe_kernel(record: KernelRecord) -> None:
         ("cluster", _by(record.cluster)),
         ("dynamic shared memory", f"{record.dynamic_smem} B"),
         ("carveout", "the driver's default" if record.carveout < 0 else f"{record.carveout} %"),
+        ("tensor memory", f"{record.tmem_columns} columns"),
         ("CTAs an SM must hold", record.min_ctas_per_sm),
         ("programmatic dependent launch", "yes" if record.pdl else "no"),
     ]

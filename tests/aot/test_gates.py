@@ -19,6 +19,7 @@ from cubinery.aot.errors import (
     SharedMemoryGateError,
     StackGateError,
     SymbolGateError,
+    TensorMemoryGateError,
 )
 from cubinery.aot.inspect import occupancy
 from cubinery.aot.spec import Gates
@@ -28,6 +29,9 @@ from cubinery.runtime.manifest import KernelRecord, Resources, pack_params
 THOR, H200 = resolve("thor"), resolve("h200")
 PARAMS = pack_params(("x", "pointer"), ("n", "i32"), ("x_map", "tensor_map"), ("f", "f32"))
 LAID_OUT = [(p.size, p.align) for p in PARAMS]
+
+
+ALLOCATES = ".reqntid 128, 1, 1\n{\n\t@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 512;\n}"
 
 
 def record(**changes: Any) -> KernelRecord:
@@ -154,6 +158,26 @@ TRIPPED: dict[str, tuple[type[GateError], str, dict[str, Any]]] = {
         "limited by shared memory .*115713 . 1024 bytes",
         {"launch": record(min_ctas_per_sm=2, dynamic_smem=115713)},
     ),
+    "occupancy by tensor memory": (
+        OccupancyGateError,
+        "1 CTA fit an SM of sm_110a, at least 2 needed; limited by tensor memory .*, 512 columns of tensor memory",
+        {"launch": record(min_ctas_per_sm=2, tmem_columns=512), "ptx": {"directive": ALLOCATES}},
+    ),
+    "tensor memory that nobody declared": (
+        TensorMemoryGateError,
+        "the code allocates tensor memory, 0 columns are declared",
+        {"ptx": {"directive": ALLOCATES}},
+    ),
+    "tensor memory that nobody allocates": (
+        TensorMemoryGateError,
+        "the code allocates no tensor memory, 64 columns are declared",
+        {"launch": record(tmem_columns=64)},
+    ),
+    "tensor memory that the chip lacks": (
+        TensorMemoryGateError,
+        "needs 64 columns of tensor memory, sm_90a has 0",
+        {"arch": "h200", "launch": record(tmem_columns=64), "ptx": {"directive": ALLOCATES}},
+    ),
     "a register file that cannot hold one": (
         OccupancyGateError,
         "0 CTAs fit",
@@ -233,6 +257,13 @@ def test_what_is_no_cubin_or_no_ptx_is_an_inspect_error() -> None:
 )
 def test_occupancy_of_worked_examples(threads: int, registers: int, smem: int, expected: tuple[int, str]) -> None:
     assert occupancy(H200, threads=threads, registers=registers, smem=smem) == expected
+
+
+def test_tensor_memory_bounds_what_fits() -> None:
+    few = {"threads": 128, "registers": 32, "smem": 0}
+    assert occupancy(THOR, **few, tmem_columns=128) == (4, "tensor memory")
+    assert occupancy(THOR, **few, tmem_columns=512) == (1, "tensor memory")
+    assert occupancy(THOR, **few, tmem_columns=32) == (12, "threads")
 
 
 def test_the_budget_of_the_arch_table_and_the_occupancy_gate_agree() -> None:

@@ -86,7 +86,7 @@ def test_equal_manifests_have_equal_bytes_whatever_the_order(manifest: Manifest)
 
 def test_members_with_a_default_may_be_left_out(document: Any, manifest: Manifest) -> None:
     kernel = document["artifacts"][1]["kernels"][0]
-    for name in ("tensor_maps", "cluster", "carveout", "pdl", "resources", "min_ctas_per_sm"):
+    for name in ("tensor_maps", "cluster", "carveout", "pdl", "tmem_columns", "resources", "min_ctas_per_sm"):
         del kernel[name]
     del document["artifacts"][1]["requires"], document["artifacts"][1]["emitted"]
     assert load(document) == manifest
@@ -126,7 +126,7 @@ def records(draw: st.DrawFn) -> KernelRecord:
     return KernelRecord(
         "main", "kernel_0", (draw(st.integers(1, 32)), 1, 2), (grid, draw(st.integers(1, 9)), 1),
         pack_params(*params), (tensor_map,), (draw(st.integers(1, 4)), 2, 1), draw(st.integers(0, 232448)),
-        draw(st.integers(-1, 100)), draw(st.integers(1, 4)), draw(st.booleans()),
+        draw(st.integers(-1, 100)), draw(st.integers(1, 4)), draw(st.booleans()), draw(st.sampled_from([0, 32, 512])),
     )  # fmt: skip
 
 
@@ -236,6 +236,8 @@ REFUSALS: list[tuple[Change, str]] = [
     (kernel("grid")(["q", 1, 1]), r"grid\[0\]: 'q' is of kind pointer: expected an integer"),
     (kernel("grid")(["k", 1, 1]), r"grid\[0\]: 'k' is of kind pointer: expected an integer"),
     (kernel("grid")(["scale_o", 1, 1]), r"grid\[0\]: 'scale_o' is of kind f32"),
+    (kernel("tmem_columns")(96), r"tmem_columns: 96: expected one of 0, 32"),
+    (kernel("tmem_columns")(True), r"tmem_columns: True: expected one of 0, 32"),
     (kernel("dynamic_smem")(-1), r"dynamic_smem: -1: expected an integer from 0"),
     (kernel("carveout")(101), r"carveout: 101: expected an integer from -1 to 100"),
     (kernel("pdl")(1), r"pdl: 1: expected true or false"),
