@@ -73,6 +73,8 @@ class Barriers(Access):
     clusters: dict[int, ClusterBarrier]
     unfenced: dict[int, list[MBarrier]]
     """Barriers that a warp initialised and has not fenced, by warp."""
+    fence_clocks: dict[int, Any]
+    """What each warp knew at its last fence, which a relaxed arrival publishes."""
     live: Any
     """Lanes that have not exited, by resident warp: bool (warps, 32)."""
 
@@ -214,10 +216,14 @@ class Barriers(Access):
                 if warp in state.arrived:
                     self.fail(BarrierFault, "arrives twice at the cluster barrier", g, k, _one(g, row))
                 state.arrived.add(warp)
-                if self.races is not None and release:
+                fenced = self.fence_clocks.pop(warp, None)
+                if self.races is not None and (release or fenced is not None):
                     if state.known is None:
                         state.known = self.races.fresh()
-                    self.races.release(state.known, int(g.cta[row, 0]), warp % self.wpc)
+                    if release:
+                        self.races.release(state.known, int(g.cta[row, 0]), warp % self.wpc)
+                    else:  # relaxed, after a fence: what came before the fence is ordered
+                        np.maximum(state.known, fenced, out=state.known)
                 self.cluster_complete(base)
 
     def cluster_wait(self, g: Gang, k: int, then: int) -> None:

@@ -382,7 +382,7 @@ def tensor_load(scope: Scope, instr: Instr) -> None:
     mode, count = _mode(mods, rank, "gather4")
     mods.expect("mbarrier::complete_tx::bytes")
     multicast = mods.take("multicast::cluster")
-    mods.take("cta_group::1")
+    mods.choose("cta_group::1", "cta_group::2")  # the barrier's address already says whose it is
     hint = mods.take("L2::cache_hint")
     mods.done()
     operands = instr.operands

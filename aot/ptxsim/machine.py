@@ -94,7 +94,7 @@ class Machine(TensorCore, Barriers):
         first = np.arange(self.wpc * LANES).reshape(self.wpc, LANES) < threads
         self._threads_of_cta = first
         self.live = np.zeros((slots * self.wpc, LANES), bool)
-        self.named, self.mbarriers, self.clusters = {}, {}, {}
+        self.named, self.mbarriers, self.clusters, self.fence_clocks = {}, {}, {}, {}
         self.fixed_params = {}
         self._maps, self.unfenced, self.groups = {}, {}, Groups()
         self.ready: Ready = {}
@@ -315,6 +315,8 @@ class Machine(TensorCore, Barriers):
         first, count = slot * self.wpc, self.cluster_size * self.wpc
         self.live[first : first + count] = np.tile(self._threads_of_cta, (self.cluster_size, 1))
         warps = np.arange(first, first + count)
+        for warp in warps.tolist():
+            self.fence_clocks.pop(warp, None)
         frame = list(self._undefined)
         gang = Gang(0, warps, (warps // self.wpc)[:, None], packed(self.live[warps].copy()), frame)
         self.go_on(gang, 0)
@@ -432,8 +434,13 @@ class Machine(TensorCore, Barriers):
         return self.specials.read(g, name)
 
     def fence(self, g: Gang, _mask: Any, _k: int, kind: str) -> None:
-        """fence, membar: only those of the async proxy and of mbarrier initialisation change what the checks know."""
-        if self.races is None or not kind:
+        """fence, membar: what the checks know of the async proxy, of mbarriers, and of relaxed arrivals to come."""
+        if self.races is None:
+            return
+        if kind != "async":
+            for slot, warp in zip(g.cta[:, 0].tolist(), g.warps.tolist(), strict=True):
+                self.fence_clocks[warp] = self.races.clock[slot, warp % self.wpc].copy()
+        if not kind:
             return
         if kind == "async":
             self.races.fence_async(g)

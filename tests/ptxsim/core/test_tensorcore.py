@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from ptx_bench import run
 
-from cubinery.aot.ptxsim.faults import BarrierFault, DeadlockFault, ProxyFault, TensorMemoryFault, UninitialisedFault
+from cubinery.aot.ptxsim.faults import (
+    BarrierFault,
+    DeadlockFault,
+    ProxyFault,
+    RaceFault,
+    TensorMemoryFault,
+    UninitialisedFault,
+)
 
 SCHEDULES = ("fair", "delays:1", "delays:2", "priorities:1", "late:1")
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
@@ -158,3 +165,23 @@ def test_the_greatest_of_a_threads_registers() -> None:
     red = LOAD.replace("tcgen05.ld.", "tcgen05.ld.red.").replace("x8.b32", "x8.max.f32").replace("}, [", "}, %r39, [")
     got = launch(*without(LOAD, red.replace("%r38;", "%r39;")))
     assert got.tolist() == [32.0 * (i % 4) for i in range(128)]
+
+
+# -- clusters ------------------------------------------------------------------------------------------
+
+REMOTE = """
+mov.b32 %r1, smem; mov.u32 %r2, %cluster_ctarank; xor.b32 %r2, %r2, 1; setp.eq.b32 %p1, %r9, 0;
+@%p1 mbarrier.init.shared::cta.b64 [%r1], 1;
+FENCE barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;
+mapa.shared::cluster.u32 %r3, %r1, %r2;
+@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r3];
+SPIN: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r1], 0; @!%p4 bra SPIN;
+barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;
+"""
+
+
+def test_a_relaxed_arrival_publishes_what_a_fence_before_it_covers() -> None:
+    fenced = REMOTE.replace("FENCE", "fence.mbarrier_init.release.cluster;")
+    run(fenced, 64, blocks=2, cluster=2)
+    with pytest.raises(RaceFault, match="of CTA"):
+        run(REMOTE.replace("FENCE", ""), 64, blocks=2, cluster=2)
