@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -73,7 +74,7 @@ def record(entry: Entry) -> KernelRecord:
     )  # fmt: skip
 
 
-def write(folder: Path, entries: Iterable[Entry], *, ptxas: str = "", jobs: int = 2) -> Path:
+def write(folder: Path, entries: Iterable[Entry], *, ptxas: str = "", jobs: int = 0) -> Path:
     """Write the bundle of these entries to `folder`/sm_90a and return that."""
     root = folder / ARCH
     root.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def write(folder: Path, entries: Iterable[Entry], *, ptxas: str = "", jobs: int 
             emitted={"ptx": _file(root, f"emitted/{entry.name}.ptx", text.encode())},
         )  # fmt: skip
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         artifacts = tuple(sorted(pool.map(artifact, entries), key=lambda a: a.key))
     Manifest(
         arch=ARCH, package_version="0.1.0", toolchain={"ptxas": ptxas or "none"}, min_driver=MIN_DRIVER,
@@ -112,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Assemble the silicon corpus into a bundle.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ptxas", default="ptxas")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=0)
     options = parser.parse_args()
     root = write(options.folder, corpus().values(), ptxas=options.ptxas, jobs=options.jobs)
     print(f"{len(corpus())} kernels in {root}")

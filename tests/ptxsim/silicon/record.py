@@ -98,16 +98,34 @@ def record(bundle: Path, names: list[str], out: Path) -> dict[str, Recorded]:
     return records
 
 
+def record_decodes(bundle: Path, out: Path) -> None:
+    """Run every decode of a bundle on the current GPU and save what it gives."""
+    from ptxsim.silicon import decodes
+
+    from cubinery.runtime.library import Library
+
+    library = Library.open(bundle)
+    found = {key: decodes.decode(library, key) for key in decodes.decode_keys(library)}
+    decodes.save(out / decodes.DATA.name, found)
+    print(f"{len(found)} decodes")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Record what a GPU answers to the silicon corpus.")
-    parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--bundle", type=Path, help="the assembled corpus, as bundle.py writes it")
+    parser.add_argument("--smoke", type=Path, help="the smoke bundle, to record its decodes as well")
     parser.add_argument("--out", type=Path, default=HERE / "data")
     parser.add_argument("--only", default="", help="entries whose names start so")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options.bundle, json.loads(options.child.read_text()), options.child.parent)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.smoke:
+        record_decodes(options.smoke, options.out)
+    if not options.bundle:
         return
     names = [name for name in corpus() if name.startswith(options.only)]
     records = record(options.bundle, names, options.out)
