@@ -24,16 +24,15 @@ from cubinery.aot.ptxsim.schedule import schedule as named_schedule
 from cubinery.aot.ptxsim.trace import ChromeTrace
 from cubinery.aot.references import tolerances
 from cubinery.aot.references.paged_decode import paged_attention
+from cubinery.runtime.arch import resolve
 from cubinery.runtime.bundle import Bundle
 from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.families import parse_key
 from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import Artifact
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.layouts import kv_views, storage_shapes
 
-LENGTHS = (300, 0, 77)
-"""Keys of each sequence: several tiles and a part of one, none, less than one."""
 NUM_KV_HEADS = 2
 SPLITS = 2
 """Chunks a sequence, so that the reduction runs too."""
@@ -89,6 +88,13 @@ def tasks(bundle: Bundle, schedules: Sequence[str], *, checks: bool = True) -> l
     return found
 
 
+def lengths(config: DecodeConfig, arch: str) -> tuple[int, ...]:
+    """Keys of each sequence: enough for every chunk to go around the ring of stages, none, and less than a tile."""
+    stages = config.stages(resolve(arch)) // 2 + 2  # the ring holds K and V
+    tiles = -(-stages * config.stage_keys // TILE_KEYS)
+    return SPLITS * tiles * TILE_KEYS + 44, 0, 77
+
+
 def _is_called(artifact: Artifact) -> bool:
     """Reductions run as part of the decodes that require them."""
     return isinstance(parse_key(artifact.key)[0], DecodeConfig)
@@ -139,7 +145,8 @@ def _decode(driver: SimDriver, task: Task) -> tolerances.Deviation:
     assert isinstance(config, DecodeConfig)
     library = Library.open(task.bundle, driver=driver)
     group = max(1, min(config.row_tile, 16 * config.q_len) // config.q_len)
-    problem = decode_problem(config, group)
+    keys = lengths(config, task.arch)
+    problem = decode_problem(config, group, keys)
     with watching(driver):
         driver.register_tensors(**problem)
         decode = PagedDecode(
@@ -149,24 +156,22 @@ def _decode(driver: SimDriver, task: Task) -> tolerances.Deviation:
         )  # fmt: skip
         if decode.keys(group)[0] != task.key:
             raise SimError(f"{task.key}: the public call picks {decode.keys(group)[0]} for its configuration")
-        plan = decode.plan(
-            list(LENGTHS), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS, force_splits=SPLITS
-        )
+        plan = decode.plan(list(keys), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS, force_splits=SPLITS)
         o, lse = plan.run(*problem.values())
     q, k, v, table = problem.values()
-    expected = paged_attention(q, k, v, table, LENGTHS, q_len=config.q_len, causal=config.causal)
+    expected = paged_attention(q, k, v, table, keys, q_len=config.q_len, causal=config.causal)
     return tolerances.deviation(o.double().numpy(), lse.numpy(), *expected)
 
 
-def decode_problem(config: DecodeConfig, group: int) -> dict[str, Any]:
+def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int]) -> dict[str, Any]:
     """q, k, v and block table of a random problem; pages that no sequence owns are NaN, the table's padding invalid."""
     import torch
 
     rng = np.random.default_rng(7)
-    blocks = [-(-length // config.page_size) for length in LENGTHS]
+    blocks = [-(-length // config.page_size) for length in lengths]
     pages = sum(blocks) + 3
     order = rng.permutation(pages)
-    table = np.full((len(LENGTHS), max(blocks) + 1), -(2**31), np.int32)
+    table = np.full((len(lengths), max(blocks) + 1), -(2**31), np.int32)
     taken = 0
     for row, count in enumerate(blocks):
         table[row, :count] = order[taken : taken + count]
@@ -180,6 +185,6 @@ def decode_problem(config: DecodeConfig, group: int) -> dict[str, Any]:
         values = rng.standard_normal(tuple(view.shape)).astype(np.float32)
         values[order[taken:]] = np.nan
         view.copy_(torch.from_numpy(values).to(dtype))
-    shape = (len(LENGTHS) * config.q_len, group * NUM_KV_HEADS, config.head_dim)
+    shape = (len(lengths) * config.q_len, group * NUM_KV_HEADS, config.head_dim)
     q = torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).bfloat16()
     return {"q": q, "k_cache": k, "v_cache": v, "block_table": torch.from_numpy(table)}
