@@ -13,6 +13,7 @@ import numpy as np
 
 from cubinery.aot.ptxsim.codegen import Scope, Value, emit_move, emit_pure
 from cubinery.aot.ptxsim.emit_tensorcore import tensor, tensor_wait
+from cubinery.aot.ptxsim.emit_warpgroup import warpgroup, warpgroup_wait
 from cubinery.aot.ptxsim.isa import matrix_memory
 from cubinery.aot.ptxsim.isa.base import (
     DTYPES,
@@ -497,6 +498,7 @@ EMITTERS: dict[str, Callable[[Scope, Instr], None]] = {
     "trap": trap,
     "elect": elect,
     "tcgen05": tensor,
+    "wgmma": warpgroup,
 }
 
 
@@ -529,6 +531,8 @@ def wait(scope: Scope, instr: Instr) -> str:
             return f"({guard},)"
         case "tcgen05":
             return tensor_wait(scope, instr, guard)
+        case "wgmma":
+            return warpgroup_wait(instr, guard)
         case _:
             return instr.unknown("is not executed")
 

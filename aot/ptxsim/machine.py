@@ -505,4 +505,5 @@ def _handlers(m: Machine) -> dict[str, Callable[[Gang, int, Compiled, tuple[Any,
         "griddepcontrol": passes,
         "nanosleep": passes,
         "tcgen05": tensor,
+        "wgmma": groups,
     }

@@ -224,6 +224,12 @@ class Races:
         np.maximum(known, clock, out=known)
         clock[0, self.agent(slot, local)] += 1
 
+    def publish(self, slot: int, local: int) -> Any:
+        """What an agent knows now, for work that publishes it later; the agent starts a new stretch of its own."""
+        known = self.fresh()
+        self.release(known, slot, local)
+        return known
+
     def acquire(self, known: Any, slot: int, local: int) -> None:
         """An agent learns what an object knows."""
         clock = self.clock[slot, local]

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from cubinery.aot.ptxsim.copies import Copies
-from cubinery.aot.ptxsim.faults import BarrierFault, DescriptorFault, Fault, TensorMemoryFault, UninitialisedFault
+from cubinery.aot.ptxsim.faults import BarrierFault, Fault, TensorMemoryFault, UninitialisedFault
 from cubinery.aot.ptxsim.isa import descriptors, instruction_descriptors, tcgen05, tensor_memory
 from cubinery.aot.ptxsim.isa.base import Address
 from cubinery.aot.ptxsim.isa.tcgen05_forms import Access, Copy, Mma
 from cubinery.aot.ptxsim.memory import POISON, SHARED_BASE
 from cubinery.aot.ptxsim.state import LANES, Gang, spread
+from cubinery.aot.ptxsim.warpgroup import Warpgroup
 
 _PIPE, _STORES = 1 << 24, 1 << 25
 """Where queue numbers of pipes and of warps' stores begin, apart from those of bulk copies."""
@@ -67,7 +67,7 @@ class TensorState:
     waiting: list[Waiting] = field(default_factory=list)
 
 
-class TensorCore(Copies):
+class TensorCore(Warpgroup):
     """tcgen05 as generated code sees it. Machine derives from this."""
 
     tensor: TensorState | None = None
@@ -260,26 +260,10 @@ class TensorCore(Copies):
     # -- the pipe ------------------------------------------------------------------------------
 
     def _reads(self, g: Gang, row: int, k: int, queue: int, slot: int, chunks: Any) -> None:
-        """The pipe reads 16-byte chunks of a CTA's shared memory: contents, races and proxies are checked at issue."""
-        at = np.unique(chunks)
-        if int(at[0]) < SHARED_BASE or int(at[-1]) + 16 > self.shared.size:
-            found = f"a matrix from {int(at[0]):#x} to {int(at[-1]) + 16:#x}"
-            detail = f"{found}: expected {SHARED_BASE:#x} to {self.shared.size:#x}"
-            self.fail(DescriptorFault, detail, g, k)
-        start = slot * self.shared.stride
-        written = self.shared.block.written
-        if self.uninitialised and written is not None:
-            marks = written.reshape(-1, 16)[(start + at) >> 4].all(axis=1)
-            if not marks.all():
-                first = int(at[int(np.argmin(marks))])
-                self.fail(UninitialisedFault, f"a matrix reads shared memory at {first:#x}, never all written", g, k)
-        if self.races is not None:
-            unit = self.races.unit
-            units = np.unique((start + at[:, None] + np.arange(0, 16, min(unit, 16))) // unit)
-            local = self.races.async_agent(slot, -(1 << 20))
-            value = self.races.async_read(self, g, row, k, slot, local, units)
-            agent = self.races.agent(slot, local)
-            self._tensor().clocks.setdefault(queue, {})[agent] = value
+        """The pipe reads shared memory; the next commit publishes that it has."""
+        clock = self.matrix_read(g, row, k, slot, -(1 << 20), chunks)
+        if clock is not None:
+            self._tensor().clocks.setdefault(queue, {})[clock[0]] = clock[1]
 
     def tensor_mma(
         self, g: Gang, mask: Any, k: int, form: Mma, d: Any, a: Any, b: Any, idesc: Any, enable: Any,
@@ -386,15 +370,22 @@ class TensorCore(Copies):
                 base, chosen = int(self.cluster_base[slots[0]]), int(spread(ranks, len(g))[row, lane])
                 keys = [(base + rank, key[1]) for rank in range(self.cluster_size) if chosen >> rank & 1]
             clocks = dict(self._tensor().clocks.get(_PIPE + slots[0], {}))
+            knows = None if self.races is None else self.races.publish(int(g.cta[row, 0]), int(g.warps[row]) % self.wpc)
             place = self.place(g, k)
 
-            def run(keys: list[tuple[int, int]] = keys, clocks: dict[int, int] = clocks, place: Any = place) -> None:
+            def run(
+                keys: list[tuple[int, int]] = keys,
+                clocks: dict[int, int] = clocks,
+                knows: Any = knows,
+                place: Any = place,
+            ) -> None:
                 for key in keys:
                     found = self.mbarriers.get(key)
                     if found is None or found.pending < 1:
                         raise BarrierFault(f"the commit arrives at {key[1]:#x}, which expects no arrival", place)
                     found.pending -= 1
-                    if self.races is not None:
+                    if knows is not None:  # what was waited for before the work was issued is over when it is done
+                        np.maximum(found.known, knows, out=found.known)
                         for agent, value in clocks.items():
                             found.known[:, agent] = np.maximum(found.known[:, agent], value)
                     self.mbarrier_advance(key, found)
