@@ -54,6 +54,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
+        """True where nothing was found."""
         return not self.findings
 
 
@@ -225,6 +226,7 @@ class BundleDiff:
 
     @property
     def same(self) -> bool:
+        """True where keys, launches, hashes and toolchains all agree."""
         return not (self.added or self.removed or self.changed or self.bundle)
 
 

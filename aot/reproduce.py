@@ -32,6 +32,7 @@ class Reproduction:
 
     @property
     def same(self) -> bool:
+        """True where every byte of cubins, emitted files and manifests is the same."""
         return self.diff.same and not self.manifests
 
 

@@ -139,6 +139,7 @@ class ArgumentPlan:
         return patches + [(self._one[spec.name][1], self._encode(spec, values)) for spec in stale]
 
     def grid_depends_on(self, names: Iterable[str]) -> bool:
+        """Whether any of these launch values is a size of the grid."""
         return not self._grid_names.isdisjoint(names)
 
     def grid(self, values: Mapping[str, Value]) -> tuple[int, int, int]:

@@ -7,7 +7,6 @@ with a default therefore renames no key. Keys are file-name safe and parse back 
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -65,6 +64,7 @@ class KernelConfig:
 
     @classmethod
     def axis_names(cls) -> tuple[str, ...]:
+        """Names of the axes, in the order in which keys list them."""
         return tuple(f.name for f in fields(cls))
 
     @classmethod
@@ -121,6 +121,8 @@ _KEY = re.compile(r"^[a-z0-9_]+(-[a-z0-9_]+){2,}$")
 
 @dataclass(frozen=True, slots=True)
 class ParsedKey:
+    """A key in its parts; `tokens` are the axes that differ from their defaults."""
+
     family: str
     arch: str
     impl: str
@@ -133,8 +135,3 @@ def split_key(key: str) -> ParsedKey:
         raise KeyFormatError(f"key {key!r} is malformed: expected family-arch-impl[-axis...]")
     family, arch, impl, *tokens = key.split("-")
     return ParsedKey(family, arch, impl, tuple(tokens))
-
-
-def with_axes(config: KernelConfig, **changes: Any) -> KernelConfig:
-    """A copy of `config` with some axes changed; validated like any other."""
-    return dataclasses.replace(config, **changes)

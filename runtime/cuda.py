@@ -220,7 +220,7 @@ class CudaDriver:
         skip = -ctypes.addressof(buffer) % _PARAM_ALIGN
         rank = spec.rank
         wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
-        code = self._encode(
+        values = (
             ctypes.addressof(buffer) + skip,
             _DTYPES[spec.dtype],
             rank,
@@ -234,6 +234,11 @@ class CudaDriver:
             _L2_PROMOTIONS["none" if spec.l2_promotion == "none" else f"l2_{spec.l2_promotion.lower()}"],
             _OOB_FILLS[spec.oob_fill],
         )
+        code = self._encode(*values)
+        if code == cu.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            # A thread that has not used CUDA yet. The map depends on no context, so any will do.
+            with self._on(next(iter(self._contexts), 0)):
+                code = self._encode(*values)
         if code != _SUCCESS:
             raise _error(
                 cu.CUresult(code),

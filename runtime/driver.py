@@ -51,7 +51,8 @@ class PreparedLaunch(Protocol):
 
     params: memoryview
 
-    def set_grid(self, grid: tuple[int, int, int]) -> None: ...
+    def set_grid(self, grid: tuple[int, int, int]) -> None:
+        """CTAs of the next launches, within what a grid may be."""
 
     def launch(self, stream: int) -> None:
         """Enqueue on a raw stream handle (0 is the default stream). Raises DriverError."""
@@ -60,12 +61,14 @@ class PreparedLaunch(Protocol):
 class Driver(Protocol):
     """One process's access to its devices."""
 
-    def device_count(self) -> int: ...
+    def device_count(self) -> int:
+        """Devices that this process sees."""
 
     def current_device(self) -> int:
         """The device that the calling thread uses now; 0 where it chose none."""
 
-    def device_info(self, device: int) -> DeviceInfo: ...
+    def device_info(self, device: int) -> DeviceInfo:
+        """What is known of a device. Raises DriverError where there is no such index."""
 
     def torch_device(self, device: int) -> str:
         """Where torch tensors must live whose addresses a launch on `device` may be given: `cuda:0`, or `cpu`."""
@@ -96,14 +99,20 @@ class Driver(Protocol):
     ) -> bytes:
         """The 128 bytes of a CUtensorMap; extents in elements, strides in bytes for dimensions 1 and up."""
 
-    def is_capturing(self, stream: int) -> bool: ...
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a graph capture is under way on a raw stream handle."""
 
-    def allocate(self, device: int, size: int) -> DevicePointer: ...
+    def allocate(self, device: int, size: int) -> DevicePointer:
+        """`size` bytes on a device, aligned to 256. Raises DriverError."""
 
-    def free(self, device: int, pointer: DevicePointer) -> None: ...
+    def free(self, device: int, pointer: DevicePointer) -> None:
+        """Give back what `allocate` returned."""
 
-    def copy_to_device(self, device: int, pointer: DevicePointer, data: bytes) -> None: ...
+    def copy_to_device(self, device: int, pointer: DevicePointer, data: bytes) -> None:
+        """Copy bytes there; done when it returns."""
 
-    def copy_from_device(self, device: int, pointer: DevicePointer, size: int) -> bytes: ...
+    def copy_from_device(self, device: int, pointer: DevicePointer, size: int) -> bytes:
+        """Copy `size` bytes back, after all earlier work of the default stream."""
 
-    def synchronize(self, device: int) -> None: ...
+    def synchronize(self, device: int) -> None:
+        """Wait for all work of a device. Raises DriverError with the failure of any of it."""

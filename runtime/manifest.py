@@ -75,6 +75,7 @@ class TensorMapSpec:
 
     @property
     def rank(self) -> int:
+        """Dimensions of the tensor."""
         return len(self.box)
 
 

@@ -15,6 +15,7 @@ class InvalidError(Exception):
 
 
 def fail(where: str, message: str) -> NoReturn:
+    """Raise InvalidError about a place in the document, `artifacts[3].config`."""
     raise InvalidError(f"{where}: {message}")
 
 
@@ -29,6 +30,7 @@ def _members(cls: type) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def record_of(value: Any, cls: type, where: str) -> dict[str, Any]:
+    """The members of an object, which are those of the record `cls`: none unknown, none required missing."""
     if type(value) is not dict:
         fail(where, f"{value!r:.60}: expected an object")
     known, required = _members(cls)
@@ -42,12 +44,14 @@ def record_of(value: Any, cls: type, where: str) -> dict[str, Any]:
 
 
 def list_of(value: Any, where: str, length: int | None = None) -> list[Any]:
+    """A list, of `length` members where that is given."""
     if type(value) is not list or (length is not None and len(value) != length):
         fail(where, f"{value!r:.60}: expected a list" + (f" of {length}" if length is not None else ""))
     return list(value)
 
 
 def integer(value: Any, where: str, low: int, high: int | None = None) -> int:
+    """An integer in a range; no bool, no float."""
     if type(value) is not int or value < low or (high is not None and value > high):
         bound = f"of at least {low}" if high is None else f"from {low} to {high}"
         fail(where, f"{value!r:.60}: expected an integer {bound}")
@@ -55,24 +59,28 @@ def integer(value: Any, where: str, low: int, high: int | None = None) -> int:
 
 
 def boolean(value: Any, where: str) -> bool:
+    """True or false, and no number."""
     if type(value) is not bool:
         fail(where, f"{value!r:.60}: expected true or false")
     return value
 
 
 def text(value: Any, where: str, pattern: re.Pattern[str] | None = None, what: str = "a string") -> str:
+    """A string that is not empty and matches; `what` says in a message what was expected."""
     if type(value) is not str or not value or (pattern is not None and not pattern.match(value)):
         fail(where, f"{value!r:.80}: expected {what}")
     return value
 
 
 def choice(value: Any, choices: Any, where: str) -> Any:
+    """One of several strings."""
     if type(value) is not str or value not in choices:
         fail(where, f"{value!r:.60}: expected one of {', '.join(choices)}")
     return value
 
 
 def dims(value: Any, where: str, most: int, low: int = 1) -> tuple[int, int, int]:
+    """Three integers of at least `low` whose product is at most `most`."""
     x, y, z = (integer(v, f"{where}[{i}]", low) for i, v in enumerate(list_of(value, where, 3)))
     if x * y * z > most:
         fail(where, f"{value!r}: expected a product of at most {most}")
@@ -88,6 +96,7 @@ def names_of(value: Any, where: str, length: int) -> tuple[str | int, ...]:
 
 
 def unique(values: list[str], where: str, what: str) -> None:
+    """No value twice."""
     if len(set(values)) != len(values):
         twice = sorted({v for v in values if values.count(v) > 1})
         fail(where, f"{what} {', '.join(map(repr, twice))} more than once: each may appear once")

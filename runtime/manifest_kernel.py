@@ -53,6 +53,7 @@ Memo = dict[bytes, Any]
 
 
 def read_kernel(value: Any, where: str, memo: Memo) -> KernelRecord:
+    """A launch record whose parameters, maps and grid fit each other. Raises InvalidError naming the place."""
     k = record_of(value, KernelRecord, where)
     text(k["role"], f"{where}.role", NAME, "a name")
     text(k["symbol"], f"{where}.symbol", _SYMBOL, "a symbol")

@@ -26,11 +26,13 @@ class MissLog:
         self._lock = threading.Lock()
 
     def record(self, key: str, config: KernelConfig, arch: str) -> None:
+        """Note a missing key, once."""
         entry = {"key": key, "family": config.family, "arch": arch, "impl": config.impl, "axes": config.axes()}
         with self._lock:
             self._entries.setdefault(key, entry)
 
     def entries(self) -> tuple[dict[str, Any], ...]:
+        """What was noted: key, family, arch, impl and axes of each."""
         with self._lock:
             return tuple(self._entries.values())
 

@@ -50,6 +50,7 @@ class DecodeConfig(KernelConfig):
         return self
 
     def check_arch(self, arch: Arch) -> None:
+        """The ring and the buffers that share its memory must fit. Raises ConfigError naming the budget."""
         stages = self.stages(arch)
         if stages < 3:
             raise ConfigError(
@@ -64,6 +65,7 @@ class DecodeConfig(KernelConfig):
             )
 
     def requires(self) -> tuple[KernelConfig, ...]:
+        """The reduction, which merges what a split plan leaves."""
         return (ReduceConfig(head_dim=self.head_dim, pdl=self.pdl),)
 
     # -- derived, never enumerated -------------------------------------------------------------

@@ -99,6 +99,7 @@ class Plan:
 
     @property
     def num_seqs(self) -> int:
+        """Sequences of the batch, fixed for the life of the plan."""
         return self.shape.num_seqs
 
     @property

@@ -70,6 +70,7 @@ class SplitPlan:
 
     @property
     def num_work(self) -> int:
+        """Work items, padding included."""
         return len(self.work)
 
     @property

@@ -46,10 +46,12 @@ class Shape:
 
     @property
     def group_size(self) -> int:
+        """Query heads of one KV head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
     def n_q(self) -> int:
+        """Packed query rows of one KV head."""
         return self.q_len * self.group_size
 
     @property
@@ -107,6 +109,7 @@ def distinct(name: str, tensor: Tensor) -> None:
 
 
 def address(name: str, pointer: int, align: int = ALIGNMENT) -> None:
+    """A base address, which is not null and aligned."""
     if pointer == 0 or pointer % align:
         raise ArgumentError(f"{name} lies at address {pointer:#x}: expected a multiple of {align}")
 
