@@ -126,6 +126,7 @@ int cuStreamIsCapturing(void *s, int *status) {
 int cuTensorMapEncodeTiled(uint64_t *map, int type, unsigned rank, void *address, const uint64_t *dims,
                            const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
                            int swizzle, int l2, int oob) {
+    if (!current()) return INVALID_CONTEXT;
     if ((uintptr_t)map % 64) return INVALID_VALUE;
     if (rank == 5) return INVALID_VALUE;
     memset(map, 0, 128);

@@ -130,6 +130,12 @@ thread.join()
 
 spec = TensorMapSpec("m", "p", "bfloat16", (8, 16), (1, 2), ("a", "b"), ("c",), "128B", "none", "256B", "nan")
 result["map"] = driver.encode_tensor_map(spec, 4096, (64, 100), (128,)).hex()
+def encode_in_thread():
+    result["map in a thread"] = driver.encode_tensor_map(spec, 4096, (64, 100), (128,)).hex()
+    result["thread device after a map"] = driver.current_device()
+thread = threading.Thread(target=encode_in_thread)
+thread.start()
+thread.join()
 spec = TensorMapSpec("m", "p", "16u6_align16b", (128,), (1,), ("a",), (), "none", "16B", "none", "zero")
 result["map of rank 1"] = driver.encode_tensor_map(spec, 32, (1 << 32,), ()).hex()
 spec = TensorMapSpec("bad", "p", "uint8", (1,) * 5, (1,) * 5, (1,) * 5, (16,) * 4)
@@ -215,6 +221,11 @@ def test_tensor_maps_carry_every_field(results: Any) -> None:
     assert fields(results["map of rank 1"]) == (15, 1, 32, 1, 0, 0, 0, 1 << 32, 0, 128, 1)
     assert "encoding tensor map bad (uint8, box (1, 1, 1, 1, 1)" in results["bad map"][1]
     assert results["aligned"], "the stand-in refuses a result that does not lie on 64 bytes"
+
+
+def test_a_thread_that_never_used_cuda_can_encode_a_map(results: Any) -> None:
+    assert results["map in a thread"] == results["map"]
+    assert results["thread device after a map"] == 0
 
 
 def test_memory_goes_there_and_back(results: Any) -> None:
