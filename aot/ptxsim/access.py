@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
 
 from cubinery.aot.ptxsim.faults import Fault, MisalignedFault, OutOfBoundsFault, Place, UninitialisedFault
+from cubinery.aot.ptxsim.isa.atomics import atomic as atomic_operation
 from cubinery.aot.ptxsim.memory import (
     GENERIC,
     RANK_SHIFT,
@@ -344,7 +344,7 @@ class Access:
         self, g: Gang, mask: Any, k: int, space: str, operation: str, kind: str, address: Any, values: Any, _order: str
     ) -> Any:
         """atom and red: the old values. Lanes of one address follow each other in order of warp and lane."""
-        function, dtype = atomic_function(operation, kind)
+        function, dtype = atomic_operation(operation, kind)
         width = np.dtype(dtype).itemsize
         old = np.zeros((len(g), LANES), WIDTHS[width])
         self._check_aligned(g, mask, k, address, width)
@@ -388,33 +388,3 @@ def _apply(block: Block, index: Any, function: Any, operands: list[Any], dtype: 
         old[now] = before
         rest = np.delete(rest, first)
     return old
-
-
-_ATOMIC: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "exch": lambda _old, new: new,
-    "cas": lambda old, expected, new: np.where(old == expected, new, old),
-    "inc": lambda old, limit: np.where(old >= limit, 0, old + 1),
-    "dec": lambda old, limit: np.where((old == 0) | (old > limit), limit, old - 1),
-}
-
-
-def atomic_function(operation: str, kind: str) -> tuple[Callable[..., Any], Any]:
-    """The function of an atomic operation and the NumPy type that it works on."""
-    names = {
-        "b16": np.uint16,
-        "b32": np.uint32,
-        "b64": np.uint64,
-        "f16": np.float16,
-        "f32": np.float32,
-        "f64": np.float64,
-    }
-    dtype = names.get(kind)
-    if dtype is None:
-        dtype = np.dtype(f"{'u' if kind[0] == 'u' else ''}int{kind[1:]}").type
-    return _ATOMIC[operation], dtype

@@ -102,16 +102,32 @@ def _through_f32(opcode: str, name: str) -> Callable[[Array, Array], Array]:
     return lambda a, b: narrow(ufunc(decode(a, name), decode(b, name)), name)
 
 
+OOB_NAN = 0x7FFF
+"""What a tensor map's NaN fill leaves out of bounds, in f16 and in bf16 (PTX ISA 5.5.6)."""
+
+
+def _clear_oob(fn: Callable[..., Array]) -> Callable[..., Array]:
+    """fma of which the result is 0 where a factor is the NaN of out-of-bounds elements."""
+
+    def function(a: Array, b: Array, c: Array) -> Array:
+        return np.where((a == OOB_NAN) | (b == OOB_NAN), np.uint16(0), fn(a, b, c))
+
+    return function
+
+
 def arithmetic(instr: Instr) -> Compiled:
-    """9.7.4.1 add, .2 sub, .3 mul, .4 fma, all to nearest even."""
+    """9.7.4.1 add, .2 sub, .3 mul, .4 fma, all to nearest even; fma.oob gives 0 where a factor is an OOB NaN."""
     mods = Modifiers(instr)
     fused = instr.opcode == "fma"
     if not mods.take("rn") and fused:
         instr.unknown("fma needs its rounding mode .rn")
     ftz, sat = mods.take("ftz"), mods.take("sat")
+    oob = fused and mods.take("oob")
     relu = fused and mods.take("relu")
     kind = mods.expect(*KINDS)
     mods.done()
+    if oob and (ftz or sat):
+        instr.unknown(".oob excludes .ftz and .sat")
     if kind.startswith("bf16") and (ftz or sat):
         instr.unknown(".ftz and .sat do not apply to .bf16")
     if relu and sat:
@@ -119,6 +135,8 @@ def arithmetic(instr: Instr) -> Compiled:
     function = on_bits(_FUNCTIONS[instr.opcode], _scalar(kind), ftz, sat, relu)
     if not (fused or ftz or sat):
         function = _through_f32(instr.opcode, _scalar(kind))
+    if oob:
+        function = _clear_oob(function)
     return _build(instr, kind, 3 if fused else 2, function)
 
 

@@ -172,7 +172,7 @@ REFUSED = [
     "fma.f16",
     "add.ftz.bf16",
     "add.sat.bf16",
-    "fma.rn.oob.f16",
+    "fma.rn.ftz.oob.f16",
     "add.relu.f16",
     "ex2.approx.bf16",
     "fma.rz.f16",
@@ -185,3 +185,15 @@ def test_refused(name: str) -> None:
     """What is no PTX, or is not executed, raises with the line."""
     with pytest.raises(UnknownInstruction, match="PTX line 1"):
         specialise(name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fma_oob(kind: str) -> None:
+    """9.7.4.4 fma.oob: a factor that is the NaN of out-of-bounds elements gives 0; other NaNs are NaN."""
+    one, other = (0x3C00, 0x7E00) if kind == "f16" else (0x3F80, 0x7FC0)
+    factors = [0x7FFF, one, other, one], [one, 0x7FFF, one, one]
+    assert run(f"fma.rn.oob.{kind}", *factors, [one] * 4) == [0, 0, 0x7FFF, 0x4000]
+    assert run(f"fma.rn.oob.relu.{kind}", *factors, [one | 0x8000] * 4) == [0, 0, 0x7FFF, 0]
+    assert run(f"fma.rn.oob.{kind}x2", *(joined(f, f[::-1]) for f in factors), joined([one] * 4, [one] * 4)) == joined(
+        [0, 0, 0x7FFF, 0x4000], [0x4000, 0x7FFF, 0, 0]
+    )

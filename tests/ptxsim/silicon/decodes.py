@@ -31,7 +31,7 @@ class Decoded:
 
 def decode_keys(library: Library) -> list[str]:
     """Keys that answer a public call."""
-    return [key for key in library.keys() if isinstance(parse_key(key)[0], DecodeConfig)]
+    return [key for key in library if isinstance(parse_key(key)[0], DecodeConfig)]
 
 
 def problem(key: str) -> tuple[DecodeConfig, int, dict[str, Any], str]:

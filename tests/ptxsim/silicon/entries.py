@@ -96,7 +96,9 @@ class Entry:
         required = f".reqntid {self.block}, 1, 1\n{self.tuning}"
         if self.cluster > 1:
             required += f".reqnctapercluster {self.cluster}, 1, 1\n"
-        return f"{self.directives}.visible .entry {self.name}({', '.join(params)})\n{required}{{\n{self.body}\nret;\n}}\n"
+        return (
+            f"{self.directives}.visible .entry {self.name}({', '.join(params)})\n{required}{{\n{self.body}\nret;\n}}\n"
+        )
 
     def initial_out(self) -> bytes:
         """`out` before the launch."""
@@ -146,7 +148,8 @@ cvt.u32.u64 %a, %la; cvt.u32.u64 %b, %lb; cvt.u32.u64 %c, %lc;
 cvt.u16.u64 %ha, %la; cvt.u16.u64 %hb, %lb; cvt.u16.u64 %hc, %lc;
 and.b32 %t0, %a, 1; setp.ne.u32 %pa, %t0, 0; and.b32 %t0, %b, 1; setp.ne.u32 %pb, %t0, 0;
 and.b32 %t0, %c, 1; setp.ne.u32 %pc, %t0, 0;
-mad.wide.u32 %o1, %i, 1, %out; mad.wide.u32 %o2, %i, 2, %out; mad.wide.u32 %o4, %i, 4, %out; mad.wide.u32 %o8, %i, 8, %out;
+mad.wide.u32 %o1, %i, 1, %out; mad.wide.u32 %o2, %i, 2, %out; mad.wide.u32 %o4, %i, 4, %out;
+mad.wide.u32 %o8, %i, 8, %out;
 """
 
 
@@ -178,7 +181,8 @@ def single(
     of out (block and thread counted); registers %p0-19, %h0-49, %r0-199, %x0-49 (b64), %f0-199 (f32), %e0-19 (f64).
     """
     body = f"""
-.reg .pred %p<20>; .reg .b16 %h<50>; .reg .b32 %r<200>, %n, %thread, %lane, %warp, %cta, %g; .reg .b64 %x<50>, %in, %out, %mine;
+.reg .pred %p<20>; .reg .b16 %h<50>; .reg .b32 %r<200>, %n, %thread, %lane, %warp, %cta, %g;
+.reg .b64 %x<50>, %in, %out, %mine;
 .reg .f32 %f<200>; .reg .f64 %e<20>;
 ld.param.u64 %in, [in_]; ld.param.u64 %out, [out_]; ld.param.u32 %n, [n_];
 mov.u32 %thread, %tid.x; and.b32 %lane, %thread, 31; shr.u32 %warp, %thread, 5; mov.u32 %cta, %ctaid.x;

@@ -7,6 +7,7 @@ the rest, because a failed launch ends its CUDA context.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2] / "src")]
 
-from ptxsim.silicon.corpus import corpus, digest  # noqa: E402
+from ptxsim.silicon.corpus import corpus, digest, key, module  # noqa: E402
 from ptxsim.silicon.running import Recorded, run, save_records  # noqa: E402
 
 SILENCE = 25.0
@@ -32,6 +33,10 @@ def child(bundle: Path, names: list[str], results: Path) -> None:
 
     driver = CudaDriver()
     library = Library.open(bundle, driver)
+    for name in names:
+        text = hashlib.sha256(module(corpus()[name]).encode()).hexdigest()
+        if library.artifact(key(name)).emitted["ptx"].sha256 != text:
+            raise SystemExit(f"{bundle} holds another {name}: write it again with bundle.py")
     info = driver.device_info(0)
     device = {"name": info.name, "compute_capability": info.compute_capability, "driver_version": info.driver_version}
     (results / "device.json").write_text(json.dumps(device))
@@ -86,7 +91,8 @@ def record(bundle: Path, names: list[str], out: Path) -> dict[str, Recorded]:
         while left:
             failed, why = _spawn(bundle, left, results)
             if failed and failed not in left:
-                raise SystemExit(f"a child process failed before its first launch: {why}\n{(results / 'errors.txt').read_text()}")
+                log = (results / "errors.txt").read_text()
+                raise SystemExit(f"a child process failed before its first launch: {why}\n{log}")
             for name in left[: left.index(failed)] if failed else left:
                 records[name] = Recorded(digest(corpus()[name]), (results / f"{name}.bin").read_bytes(), "")
             if failed:

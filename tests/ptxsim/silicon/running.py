@@ -74,7 +74,8 @@ def differences(entry: Entry, mine: bytes, silicon: bytes) -> list[str]:
         if len(bad):
             i = int(bad[0])
             width = 2 * column.size + 2
-            found.append(f"{column.name}: {len(bad)} of {column.count}, first [{i}] {int(a[i]):#0{width}x}, silicon {int(b[i]):#0{width}x}")
+            values = f"{int(a[i]):#0{width}x}, silicon {int(b[i]):#0{width}x}"
+            found.append(f"{column.name}: {len(bad)} of {column.count}, first [{i}] {values}")
     return found
 
 

@@ -49,7 +49,8 @@ def test_simulator_chip_and_reference_agree(smoke: Path) -> None:
         config, _, tensors, _ = problem(key)
         assert silicon.inputs == mine.inputs, f"{key}: its problem has changed: run record.py on a GPU"
         q, k, v, table = tensors.values()
-        expected = [np.asarray(x) for x in paged_attention(q, k, v, table, verify.LENGTHS, q_len=config.q_len, causal=config.causal)]
+        reference = paged_attention(q, k, v, table, verify.LENGTHS, q_len=config.q_len, causal=config.causal)
+        expected = [np.asarray(x) for x in reference]
         for what, pair, other in (
             ("simulator and chip", mine, (silicon.o, silicon.lse)),
             ("simulator and reference", mine, expected),

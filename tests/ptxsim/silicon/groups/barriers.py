@@ -1,5 +1,6 @@
 """bar, barrier, mbarrier, fences, setmaxnreg, griddepcontrol (PTX ISA 9.7.13, 9.7.12)."""
 
+# ruff: noqa: E501 - lines of PTX
 from __future__ import annotations
 
 import numpy as np
@@ -39,7 +40,11 @@ def _mbarrier() -> Entry:
     w("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r100], 16;")
     look("complete 16")
     arrive("arrive.expect_tx", "mbarrier.arrive.expect_tx.shared::cta.b64 %s, [%r100], 32;")
-    w("mbarrier.complete_tx.shared::cta.relaxed.cta.b64 [%r100], 32;".replace(".shared::cta.relaxed.cta", ".relaxed.cta.shared::cta"))
+    w(
+        "mbarrier.complete_tx.shared::cta.relaxed.cta.b64 [%r100], 32;".replace(
+            ".shared::cta.relaxed.cta", ".relaxed.cta.shared::cta"
+        )
+    )
     look("completed before the arrivals")
     arrive("arrive_drop", "mbarrier.arrive_drop.shared::cta.b64 %s, [%r100];")
     arrive("after the drop 1", "mbarrier.arrive.shared::cta.b64 %s, [%r100];")
@@ -88,14 +93,18 @@ bar.sync 0; st.global.b32 [%mine], %r6;
 
 def _reductions() -> Entry:
     w = Writer(96)
-    w("mad.wide.u32 %x1, %thread, 4, %in; ld.global.b32 %r1, [%x1]; and.b32 %r2, %r1, 1; setp.ne.u32 %p1, %r2, 0; setp.lt.u32 %p2, %thread, 200; mov.u32 %r9, 5;")
+    w(
+        "mad.wide.u32 %x1, %thread, 4, %in; ld.global.b32 %r1, [%x1]; and.b32 %r2, %r1, 1; setp.ne.u32 %p1, %r2, 0; setp.lt.u32 %p2, %thread, 200; mov.u32 %r9, 5;"
+    )
     for p in ("%p1", "!%p1", "%p2", "!%p2"):
         w(f"barrier.cta.red.popc.aligned.u32 %r3, 0, {p};")
         w.out(f"popc {p}", "%r3")
         for mode in ("and", "or"):
             w(f"bar.red.{mode}.pred %p3, %r9, {p};")
             w.flag(f"{mode} {p}", "%p3")
-    w("setp.lt.u32 %p4, %thread, 64; mov.u32 %r4, 0; @!%p4 bra SKIP; bar.red.popc.u32 %r4, 3, 64, %p1; SKIP: bar.sync 0;")
+    w(
+        "setp.lt.u32 %p4, %thread, 64; mov.u32 %r4, 0; @!%p4 bra SKIP; bar.red.popc.u32 %r4, 3, 64, %p1; SKIP: bar.sync 0;"
+    )
     w.out("popc of 64", "%r4")
     return w.entry("barrier_reductions", np.random.default_rng(3).integers(0, 2**32, 96, dtype=np.uint32))
 

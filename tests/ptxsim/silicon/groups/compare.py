@@ -1,5 +1,6 @@
 """setp, set, selp, slct, testp on every type (PTX ISA 9.7.6, 9.7.7)."""
 
+# ruff: noqa: E501 - lines of PTX
 from __future__ import annotations
 
 from ptxsim.silicon.entries import Entry, Op, op, raw, table
@@ -21,13 +22,27 @@ def _integers() -> list[Op]:
             ops.append(op(f"setp.{test}.{kind} dp {p}a {p}b"))
             ops.append(op(f"set.{test}.u32.{kind} d {p}a {p}b"))
         ops += [op(f"selp.{kind} d{p} {p}a {p}b pc"), op(f"set.ne.f32.{kind} d {p}a {p}b")]
-        ops += [op(f"slct.{kind}.s32 d{p} {p}a {p}b c"), op(f"slct.{kind}.f32 d{p} {p}a {p}b c"), op(f"slct.ftz.{kind}.f32 d{p} {p}a {p}b c")]
+        ops += [
+            op(f"slct.{kind}.s32 d{p} {p}a {p}b c"),
+            op(f"slct.{kind}.f32 d{p} {p}a {p}b c"),
+            op(f"slct.ftz.{kind}.f32 d{p} {p}a {p}b c"),
+        ]
     for word in ("and", "or", "xor"):
         ops.append(op(f"setp.lt.{word}.s32 dp a b pc"))
         ops.append(op(f"setp.lt.{word}.s32 dp a b !pc"))
         ops.append(op(f"set.gt.{word}.u32.s32 d a b pc"))
-        ops.append(raw(f"setp p|q {word}", f"setp.ge.{word}.s32 %p0|%p1, %a, %b, %pc; selp.u32 %t0, 2, 0, %p0; selp.u32 %t1, 1, 0, %p1; or.b32 %d, %t0, %t1;"))
-    ops.append(raw("setp p|q", "setp.ltu.f32 %p0|%p1, %a, %b; selp.u32 %t0, 2, 0, %p0; selp.u32 %t1, 1, 0, %p1; or.b32 %d, %t0, %t1;"))
+        ops.append(
+            raw(
+                f"setp p|q {word}",
+                f"setp.ge.{word}.s32 %p0|%p1, %a, %b, %pc; selp.u32 %t0, 2, 0, %p0; selp.u32 %t1, 1, 0, %p1; or.b32 %d, %t0, %t1;",
+            )
+        )
+    ops.append(
+        raw(
+            "setp p|q",
+            "setp.ltu.f32 %p0|%p1, %a, %b; selp.u32 %t0, 2, 0, %p0; selp.u32 %t1, 1, 0, %p1; or.b32 %d, %t0, %t1;",
+        )
+    )
     return ops
 
 
@@ -40,10 +55,21 @@ def _floats(kind: str) -> list[Op]:
         if kind in ("f32", "f64"):
             ops += [op(f"set.{test}.{target}.{kind} d {p}a {p}b")]
         else:
-            ops += [op(f"set.{test}.u32.{kind} d {p}a {p}b"), op(f"set.{test}.u16.{kind} dh {p}a {p}b"), op(f"set.{test}.{kind}.{kind} dh {p}a {p}b")]
+            ops += [
+                op(f"set.{test}.u32.{kind} d {p}a {p}b"),
+                op(f"set.{test}.u16.{kind} dh {p}a {p}b"),
+                op(f"set.{test}.{kind}.{kind} dh {p}a {p}b"),
+            ]
     if kind in ("f32", "f64"):
-        ops += [op(f"set.lt.f32.{kind} d {p}a {p}b"), op(f"slct.{kind}.s32 d{p} {p}a {p}b c"), op(f"selp.{kind} d{p} {p}a {p}b pc")]
-        ops += [op(f"testp.{what}.{kind} dp {p}a") for what in ("finite", "infinite", "number", "notanumber", "normal", "subnormal")]
+        ops += [
+            op(f"set.lt.f32.{kind} d {p}a {p}b"),
+            op(f"slct.{kind}.s32 d{p} {p}a {p}b c"),
+            op(f"selp.{kind} d{p} {p}a {p}b pc"),
+        ]
+        ops += [
+            op(f"testp.{what}.{kind} dp {p}a")
+            for what in ("finite", "infinite", "number", "notanumber", "normal", "subnormal")
+        ]
     return ops
 
 
@@ -51,7 +77,11 @@ def _pairs(kind: str) -> list[Op]:
     ops = []
     for test in _FLOAT:
         text = f"setp.{test}.{kind} %p0|%p1, %a, %b; selp.u32 %t0, 2, 0, %p0; selp.u32 %t1, 1, 0, %p1; or.b32 %d, %t0, %t1;"
-        ops += [raw(f"setp.{test}.{kind}", text), op(f"set.{test}.{kind}.{kind} d a b"), op(f"set.{test}.u32.{kind} d a b")]
+        ops += [
+            raw(f"setp.{test}.{kind}", text),
+            op(f"set.{test}.{kind}.{kind} d a b"),
+            op(f"set.{test}.u32.{kind} d a b"),
+        ]
     return ops
 
 

@@ -65,15 +65,36 @@ def _between() -> list[Op]:
             ops += [op(f"cvt.{mode}{relu}.bf16.f32 dh a")]
             ops += [op(f"cvt.{mode}{relu}.{to}.f32 d a b") for to in ("f16x2", "bf16x2")]
             ops += [op(f"cvt.{mode}{relu}.tf32.f32 d a")]
-    ops += [op("cvt.rna.tf32.f32 d a"), op("cvt.f32.f16 d ha"), op("cvt.f32.bf16 d ha"), op("cvt.sat.f32.f16 d ha"), op("cvt.ftz.f32.f16 d ha")]
-    ops += [op("cvt.f64.f32 dl a"), op("cvt.ftz.f64.f32 dl a"), op("cvt.sat.f64.f32 dl a"), op("cvt.f64.f16 dl ha"), op("cvt.f64.bf16 dl ha")]
+    ops += [
+        op("cvt.rna.tf32.f32 d a"),
+        op("cvt.f32.f16 d ha"),
+        op("cvt.f32.bf16 d ha"),
+        op("cvt.sat.f32.f16 d ha"),
+        op("cvt.ftz.f32.f16 d ha"),
+    ]
+    ops += [
+        op("cvt.f64.f32 dl a"),
+        op("cvt.ftz.f64.f32 dl a"),
+        op("cvt.sat.f64.f32 dl a"),
+        op("cvt.f64.f16 dl ha"),
+        op("cvt.f64.bf16 dl ha"),
+    ]
     for mode in _ROUND:
-        ops += [op(f"cvt.{mode}.f32.f64 d la"), op(f"cvt.{mode}.ftz.f32.f64 d la"), op(f"cvt.{mode}.f16.f64 dh la"), op(f"cvt.{mode}.bf16.f64 dh la")]
+        ops += [
+            op(f"cvt.{mode}.f32.f64 d la"),
+            op(f"cvt.{mode}.ftz.f32.f64 d la"),
+            op(f"cvt.{mode}.f16.f64 dh la"),
+            op(f"cvt.{mode}.bf16.f64 dh la"),
+        ]
         ops += [op(f"cvt.{mode}.bf16.f16 dh ha"), op(f"cvt.{mode}.f16.bf16 dh ha")]
     ops += [op("cvt.rn.sat.f32.f64 d la")]
     for to in ("e4m3x2", "e5m2x2"):
         for relu in ("", ".relu"):
-            ops += [op(f"cvt.rn.satfinite{relu}.{to}.f32 dh a b"), op(f"cvt.rn.satfinite{relu}.{to}.f16x2 dh a"), op(f"cvt.rn{relu}.f16x2.{to} d ha")]
+            ops += [
+                op(f"cvt.rn.satfinite{relu}.{to}.f32 dh a b"),
+                op(f"cvt.rn.satfinite{relu}.{to}.f16x2 dh a"),
+                op(f"cvt.rn{relu}.f16x2.{to} d ha"),
+            ]
     return ops
 
 
@@ -95,7 +116,9 @@ def entries() -> list[Entry]:
     import numpy as np
 
     codes = np.arange(1024, dtype=np.uint64)
-    sweep = codes * np.uint64(64) + (codes % np.uint64(64)) + ((np.uint64(65535) - codes * np.uint64(63)) << np.uint64(16))
+    sweep = (
+        codes * np.uint64(64) + (codes % np.uint64(64)) + ((np.uint64(65535) - codes * np.uint64(63)) << np.uint64(16))
+    )
     low = (codes % np.uint64(256)) | ((np.uint64(255) - codes % np.uint64(256)) << np.uint64(8))
     swept = np.where(codes < 256, low, sweep)
     return [
@@ -107,7 +130,11 @@ def entries() -> list[Entry]:
         table("convert_bf16_to_integers", _from_float("bf16"), triples("bf16", 256, seed=36)),
         table("convert_floats_f32", _between(), triples("f32", 512, seed=37)),
         table("convert_floats_f64", [o for o in _between() if ".f64 " in o.name], triples("f64", 512, seed=38)),
-        table("convert_floats_f16", [o for o in _between() if " ha" in o.name or "f16x2 dh" in o.name], triples("f16", 512, seed=39)),
+        table(
+            "convert_floats_f16",
+            [o for o in _between() if " ha" in o.name or "f16x2 dh" in o.name],
+            triples("f16", 512, seed=39),
+        ),
         table("convert_packs", _packs(), triples("i", 256, seed=40)),
         table("convert_fp8", _exhaustive(), (swept, swept, swept)),
     ]

@@ -1,5 +1,6 @@
 """cp.async, cp.async.bulk, cp.reduce.async.bulk, clusters and distributed shared memory (PTX ISA 9.7.9.25, 9.7.13)."""
 
+# ruff: noqa: E501 - lines of PTX
 from __future__ import annotations
 
 import numpy as np
@@ -11,7 +12,9 @@ _WORDS = (np.arange(1, 4097, dtype=np.uint32) * np.uint32(2654435761)).astype(np
 
 def _thread_copies() -> Entry:
     w = Writer(64)
-    w("mov.u32 %r1, smem; mad.lo.u32 %r2, %thread, 16, %r1; mad.wide.u32 %x1, %thread, 16, %in; and.b32 %r3, %thread, 3; mul.lo.u32 %r3, %r3, 5; setp.ne.u32 %p1, %r3, 0; min.u32 %r4, %r3, 4; min.u32 %r5, %r3, 8; createpolicy.fractional.L2::evict_first.b64 %x2, 1.0;")
+    w(
+        "mov.u32 %r1, smem; mad.lo.u32 %r2, %thread, 16, %r1; mad.wide.u32 %x1, %thread, 16, %in; and.b32 %r3, %thread, 3; mul.lo.u32 %r3, %r3, 5; setp.ne.u32 %p1, %r3, 0; min.u32 %r4, %r3, 4; min.u32 %r5, %r3, 8; createpolicy.fractional.L2::evict_first.b64 %x2, 1.0;"
+    )
     forms = [
         ("ca 4", "cp.async.ca.shared.global [%r2], [%x1], 4;"), ("ca 8", "cp.async.ca.shared.global [%r2+8], [%x1+8], 8;"),
         ("ca 16", "cp.async.ca.shared::cta.global [%r2], [%x1+1024], 16;"), ("cg 16", "cp.async.cg.shared.global [%r2], [%x1+2048], 16;"),
@@ -20,16 +23,24 @@ def _thread_copies() -> Entry:
         ("prefetch", "cp.async.cg.shared.global.L2::128B [%r2], [%x1+64], 16;"), ("cache hint", "cp.async.cg.shared.global.L2::cache_hint [%r2], [%x1+128], 16, %x2;"),
     ]  # fmt: skip
     for name, text in forms:
-        w("st.shared.v4.b32 [%r2], {%thread, %thread, %thread, %thread}; bar.sync 0;", text, "cp.async.wait_all; bar.sync 0; xor.b32 %r6, %thread, 37; mad.lo.u32 %r6, %r6, 16, %r1; ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r6]; bar.sync 0;")
+        w(
+            "st.shared.v4.b32 [%r2], {%thread, %thread, %thread, %thread}; bar.sync 0;",
+            text,
+            "cp.async.wait_all; bar.sync 0; xor.b32 %r6, %thread, 37; mad.lo.u32 %r6, %r6, 16, %r1; ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r6]; bar.sync 0;",
+        )
         w.out(name, "%r10", "%r11", "%r12", "%r13")
     for i in range(4):
         w(f"cp.async.ca.shared.global [%r2+{4 * i}], [%x1+{256 * i}], 4; cp.async.commit_group;")
     for i in (3, 2, 0):
         w(f"cp.async.wait_group {i}; ld.shared.b32 %r10, [%r2+{4 * (3 - i)}];")
         w.out(f"wait_group {i}", "%r10")
-    w(f"bar.sync 0; add.u32 %r100, %r1, 1024; setp.eq.u32 %p2, %thread, 0; @%p2 mbarrier.init.shared::cta.b64 [%r100], 64; bar.sync 0; cp.async.cg.shared.global [%r2], [%x1+512], 16; cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r100]; {wait('0')} xor.b32 %r6, %thread, 37; mad.lo.u32 %r6, %r6, 16, %r1; ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r6];")
+    w(
+        f"bar.sync 0; add.u32 %r100, %r1, 1024; setp.eq.u32 %p2, %thread, 0; @%p2 mbarrier.init.shared::cta.b64 [%r100], 64; bar.sync 0; cp.async.cg.shared.global [%r2], [%x1+512], 16; cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r100]; {wait('0')} xor.b32 %r6, %thread, 37; mad.lo.u32 %r6, %r6, 16, %r1; ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r6];"
+    )
     w.out("mbarrier.arrive.noinc", "%r10", "%r11", "%r12", "%r13")
-    w(f"bar.sync 0; cp.async.cg.shared.global [%r2], [%x1+768], 16; cp.async.mbarrier.arrive.shared::cta.b64 [%r100]; mbarrier.arrive.shared::cta.b64 _, [%r100]; {wait('1')} xor.b32 %r6, %thread, 37; mad.lo.u32 %r6, %r6, 16, %r1; ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r6];")
+    w(
+        f"bar.sync 0; cp.async.cg.shared.global [%r2], [%x1+768], 16; cp.async.mbarrier.arrive.shared::cta.b64 [%r100]; mbarrier.arrive.shared::cta.b64 _, [%r100]; {wait('1')} xor.b32 %r6, %thread, 37; mad.lo.u32 %r6, %r6, 16, %r1; ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r6];"
+    )
     w.out("mbarrier.arrive", "%r10", "%r11", "%r12", "%r13")
     return w.entry("async_thread_copies", _WORDS, shared=1088)
 
@@ -50,7 +61,10 @@ st.global.b32 [%mine], %r4; st.global.b32 [%mine+512], %r5;"""
 cp.async.bulk.global.shared::cta.bulk_group [%out+32], [%r1], %r2; cp.async.bulk.commit_group;
 cp.async.bulk.global.shared::cta.bulk_group [%out+1024], [%r1+1024], 1008; cp.async.bulk.commit_group;
 cp.async.bulk.wait_group.read 1; cp.async.bulk.wait_group 0; DONE: """
-    found = [single("bulk_load", load, _WORDS, 256, block=128, shared=4096), single("bulk_store", store, _WORDS, 512 + 64, block=128, shared=4096)]
+    found = [
+        single("bulk_load", load, _WORDS, 256, block=128, shared=4096),
+        single("bulk_store", store, _WORDS, 512 + 64, block=128, shared=4096),
+    ]
     for kind, operations in {
         "u32": ("add", "min", "max", "inc", "dec"), "s32": ("add", "min", "max"), "u64": ("add", "min", "max"),
         "s64": ("min", "max"), "b32": ("and", "or", "xor"), "b64": ("and", "or", "xor"), "f16": ("add", "min", "max"),
@@ -60,13 +74,28 @@ cp.async.bulk.wait_group.read 1; cp.async.bulk.wait_group 0; DONE: """
         if kind[0] in "fb" and kind not in ("b32", "b64"):
             data, seed = codes(kind, 2048 // size, 3, True), codes(kind, 2048 * len(operations) // size, 4, True)
         else:
-            data, seed = _WORDS[:512].tobytes(), (_WORDS[: 512 * len(operations)] * np.uint32(40503) ^ np.uint32(77)).tobytes()
+            data, seed = (
+                _WORDS[:512].tobytes(),
+                (_WORDS[: 512 * len(operations)] * np.uint32(40503) ^ np.uint32(77)).tobytes(),
+            )
         lines = [f"{_INIT} {_FILL} @!%p1 bra DONE; add.u32 %r1, %r100, 1024;"]
         for i, operation in enumerate(operations):
             noftz = ".noftz" if operation == "add" and kind in ("f16", "bf16") else ""
-            lines.append(f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation}{noftz}.{kind} [%out+{2048 * i}], [%r1], 2032;")
+            lines.append(
+                f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation}{noftz}.{kind} [%out+{2048 * i}], [%r1], 2032;"
+            )
         lines.append("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; DONE:")
-        found.append(single(f"bulk_reduce_{kind}", "\n".join(lines), data, 512 * len(operations), block=128, shared=4096, seed_out=seed))
+        found.append(
+            single(
+                f"bulk_reduce_{kind}",
+                "\n".join(lines),
+                data,
+                512 * len(operations),
+                block=128,
+                shared=4096,
+                seed_out=seed,
+            )
+        )
     return found
 
 

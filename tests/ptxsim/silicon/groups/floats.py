@@ -31,7 +31,7 @@ def _f64() -> list[Op]:
         ops += [op(f"{name}.{mode}.f64 dl la lb") for name in ("add", "sub", "mul", "div")]
         ops += [op(f"fma.{mode}.f64 dl la lb lc"), op(f"rcp.{mode}.f64 dl la"), op(f"sqrt.{mode}.f64 dl la")]
     ops += [op(f"{name}.f64 dl la lb") for name in ("min", "max", "copysign")]
-    return ops + [op("abs.f64 dl la"), op("neg.f64 dl la")]
+    return [*ops, op("abs.f64 dl la"), op("neg.f64 dl la")]
 
 
 def _approximate() -> list[Op]:
@@ -43,7 +43,10 @@ def _approximate() -> list[Op]:
         ops += [op(f"{name}{ftz}.f32 d a b", near) for name in ("div.approx", "div.full")]
         # The error of sin and cos is only bounded near zero; the table's inputs are reduced to [-pi, pi] by range.
     ops += [op("tanh.approx.f32 d a", Close("f32", 1e-3, 1e-5))]
-    ops += [op("rcp.approx.ftz.f64 dl lb", Close("f64", 1e-5, 1e-300)), op("rsqrt.approx.ftz.f64 dl lb", Close("f64", 1e-5, 1e-300))]
+    ops += [
+        op("rcp.approx.ftz.f64 dl lb", Close("f64", 1e-5, 1e-300)),
+        op("rsqrt.approx.ftz.f64 dl lb", Close("f64", 1e-5, 1e-300)),
+    ]
     ops += [op("rsqrt.approx.f64 dl lb", Close("f64", 1e-7, 1e-300))]
     return ops
 
@@ -63,7 +66,11 @@ def _halves(kind: str) -> list[Op]:
             if not sat:
                 ops.append(op(f"fma.rn{ftz}.relu.{t} {d} {a} {b} {c}"))
                 for name in ("min", "max"):
-                    ops += [op(f"{name}{ftz}{nan}{xor}.{t} {d} {a} {b}") for nan in ("", ".NaN") for xor in ("", ".xorsign.abs")]
+                    ops += [
+                        op(f"{name}{ftz}{nan}{xor}.{t} {d} {a} {b}")
+                        for nan in ("", ".NaN")
+                        for xor in ("", ".xorsign.abs")
+                    ]
                 if kind == "f16":
                     ops += [op(f"{name}{ftz}.{t} {d} {a}") for name in ("abs", "neg")]
         if kind == "bf16":
@@ -72,7 +79,10 @@ def _halves(kind: str) -> list[Op]:
         flush = "" if kind == "f16" else ".ftz"
         rel = 2e-3 if kind == "f16" else 1.6e-2
         if not pair:  # packed ones compute the same functions
-            ops += [op(f"ex2.approx{flush}.{t} {d} {a}", Close(kind, rel, 1e-7)), op(f"tanh.approx.{t} {d} {a}", Close(kind, rel, 1e-4))]
+            ops += [
+                op(f"ex2.approx{flush}.{t} {d} {a}", Close(kind, rel, 1e-7)),
+                op(f"tanh.approx.{t} {d} {a}", Close(kind, rel, 1e-4)),
+            ]
         else:
             near = Close(kind, rel, 1e-4)
             ops += [op(f"ex2.approx{flush}.{t} {d} {a}", Close(kind, rel, 1e-7)), op(f"tanh.approx.{t} {d} {a}", near)]

@@ -1,5 +1,6 @@
 """ldmatrix, stmatrix, movmatrix, mma.sync (PTX ISA 9.7.14.5) and wgmma (9.7.15)."""
 
+# ruff: noqa: E501, PERF401 - lines of PTX; tables grow one row at a time
 from __future__ import annotations
 
 from typing import Any
@@ -45,8 +46,12 @@ def codes(kind: str, count: int, seed: int, exact: bool) -> bytes:
 
 def _shared_matrices() -> list[Entry]:
     w = Writer(64)
-    w("mov.u32 %r1, smem; mad.lo.u32 %r2, %thread, 16, %r1; mad.wide.u32 %x1, %thread, 16, %in; ld.global.v4.b32 {%r3, %r4, %r5, %r6}, [%x1];")
-    w("st.shared.v4.b32 [%r2], {%r3, %r4, %r5, %r6}; mul.lo.u32 %r7, %lane, 5; add.u32 %r7, %r7, 3; and.b32 %r7, %r7, 31;")
+    w(
+        "mov.u32 %r1, smem; mad.lo.u32 %r2, %thread, 16, %r1; mad.wide.u32 %x1, %thread, 16, %in; ld.global.v4.b32 {%r3, %r4, %r5, %r6}, [%x1];"
+    )
+    w(
+        "st.shared.v4.b32 [%r2], {%r3, %r4, %r5, %r6}; mul.lo.u32 %r7, %lane, 5; add.u32 %r7, %r7, 3; and.b32 %r7, %r7, 31;"
+    )
     w("mad.lo.u32 %r8, %warp, 32, %r7; mad.lo.u32 %r8, %r8, 16, %r1; bar.sync 0;")
     for count in (1, 2, 4):
         for trans in ("", ".trans"):
@@ -57,7 +62,9 @@ def _shared_matrices() -> list[Entry]:
     w.out("movmatrix", "%r30")
     for count in (1, 2, 4):
         for trans in ("", ".trans"):
-            w(f"bar.sync 0; st.shared.v4.b32 [%r2], {{%thread, %thread, %thread, %thread}}; bar.sync 0; stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r8], {{{', '.join(('%r3', '%r4', '%r5', '%r6')[:count])}}}; bar.sync 0; ld.shared.v4.b32 {{%r40, %r41, %r42, %r43}}, [%r2];")
+            w(
+                f"bar.sync 0; st.shared.v4.b32 [%r2], {{%thread, %thread, %thread, %thread}}; bar.sync 0; stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r8], {{{', '.join(('%r3', '%r4', '%r5', '%r6')[:count])}}}; bar.sync 0; ld.shared.v4.b32 {{%r40, %r41, %r42, %r43}}, [%r2];"
+            )
             w.out(f"stmatrix.x{count}{trans}", "%r40", "%r41", "%r42", "%r43")
     data = np.arange(512, dtype=np.uint16) * np.uint16(257) + np.uint16(3)
     return [w.entry("matrix_memory", data, shared=2048)]
@@ -103,7 +110,9 @@ def _mma(name: str, forms: list[tuple[int, str, str, str]], satfinite: bool = Fa
         size = 2 if acc == "f16" else 4
         per = 32 * counts[2] * 4 // size
         first = w.reserve(f"m16n8k{k} {a} {b} {acc} integers", size, per)
-        second = w.reserve(f"m16n8k{k} {a} {b} {acc} random", size, per, None if acc == "s32" else mma_tolerance(a, acc))
+        second = w.reserve(
+            f"m16n8k{k} {a} {b} {acc} random", size, per, None if acc == "s32" else mma_tolerance(a, acc)
+        )
         assert second - first == per * size
         w(f"mad.wide.u32 %x49, %thread, {4 * counts[2]}, %out;")
         w(*(f"st.global.b32 [%x49+{first + 4 * i}], {r};" for i, r in enumerate(d)))
@@ -127,10 +136,16 @@ _OPERAND_BYTES = 20480
 
 def _wgmma_entry(name: str, forms: list[dict[str, Any]], kind_a: str, kind_b: str, exact: bool) -> Entry:
     w = Writer(128)
-    w("mov.u32 %r100, smem; mov.u32 %r101, %thread; mov.u64 %x1, %in; mad.wide.u32 %x1, %thread, 16, %x1; mad.lo.u32 %r102, %thread, 16, %r100;")
-    w(f"FILL: ld.global.v4.b32 {{%r1, %r2, %r3, %r4}}, [%x1]; st.shared.v4.b32 [%r102], {{%r1, %r2, %r3, %r4}}; add.u64 %x1, %x1, 2048; add.u32 %r102, %r102, 2048; add.u32 %r101, %r101, 128; setp.lt.u32 %p1, %r101, {2 * _OPERAND_BYTES // 16}; @%p1 bra FILL;")
+    w(
+        "mov.u32 %r100, smem; mov.u32 %r101, %thread; mov.u64 %x1, %in; mad.wide.u32 %x1, %thread, 16, %x1; mad.lo.u32 %r102, %thread, 16, %r100;"
+    )
+    w(
+        f"FILL: ld.global.v4.b32 {{%r1, %r2, %r3, %r4}}, [%x1]; st.shared.v4.b32 [%r102], {{%r1, %r2, %r3, %r4}}; add.u64 %x1, %x1, 2048; add.u32 %r102, %r102, 2048; add.u32 %r101, %r101, 128; setp.lt.u32 %p1, %r101, {2 * _OPERAND_BYTES // 16}; @%p1 bra FILL;"
+    )
     w("fence.proxy.async.shared::cta; bar.sync 0; shr.u32 %r103, %r100, 4; cvt.u64.u32 %x40, %r103;")
-    w(f"mad.wide.u32 %x2, %thread, 16, %in; ld.global.v4.b32 {{%r90, %r91, %r92, %r93}}, [%x2+{2 * _OPERAND_BYTES}]; mov.pred %p3, 1; setp.ne.u32 %p4, %thread, %thread;")
+    w(
+        f"mad.wide.u32 %x2, %thread, 16, %in; ld.global.v4.b32 {{%r90, %r91, %r92, %r93}}, [%x2+{2 * _OPERAND_BYTES}]; mov.pred %p3, 1; setp.ne.u32 %p4, %thread, %thread;"
+    )
     for f in forms:
         n, k, acc = f["n"], 256 // _BITS[kind_a], f["acc"]
         count = n // 4 if acc == "f16" else n // 2
@@ -146,17 +161,26 @@ def _wgmma_entry(name: str, forms: list[dict[str, Any]], kind_a: str, kind_b: st
         tail = f.get("tail", "")
         accumulate = f.get("accumulate", True)
         w("wgmma.fence.sync.aligned;")
-        w(f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{acc}.{kind_a}.{kind_b} {{{', '.join(d)}}}, {a}, %x41, {'%p3' if accumulate else '%p4'}{tail};")
+        w(
+            f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{acc}.{kind_a}.{kind_b} {{{', '.join(d)}}}, {a}, %x41, {'%p3' if accumulate else '%p4'}{tail};"
+        )
         w("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
         close = None if exact or acc == "s32" else mma_tolerance(kind_a, acc)
-        w.out(f"m64n{n}k{k} {acc} {kind_a} {kind_b} {f['name']}", *d, close=close) if acc != "f16" else _out_halves(w, f"m64n{n}k{k} f16 {f['name']}", d, close)
-    data = codes(kind_a, _OPERAND_BYTES * 8 // _BITS[kind_a], 5, exact) + codes(kind_b, _OPERAND_BYTES * 8 // _BITS[kind_b], 6, exact)
+        w.out(f"m64n{n}k{k} {acc} {kind_a} {kind_b} {f['name']}", *d, close=close) if acc != "f16" else _out_halves(
+            w, f"m64n{n}k{k} f16 {f['name']}", d, close
+        )
+    data = codes(kind_a, _OPERAND_BYTES * 8 // _BITS[kind_a], 5, exact) + codes(
+        kind_b, _OPERAND_BYTES * 8 // _BITS[kind_b], 6, exact
+    )
     return w.entry(name, data + codes(kind_a, 2048 * 8 // _BITS[kind_a], 7, exact), shared=2 * _OPERAND_BYTES)
 
 
 def _out_halves(w: Writer, name: str, d: list[str], close: Close | None) -> None:
     at = w.reserve(name, 2, 128 * 2 * len(d), close)
-    w(f"mad.wide.u32 %x49, %thread, {4 * len(d)}, %out;", *(f"st.global.b32 [%x49+{at + 4 * i}], {r};" for i, r in enumerate(d)))
+    w(
+        f"mad.wide.u32 %x49, %thread, {4 * len(d)}, %out;",
+        *(f"st.global.b32 [%x49+{at + 4 * i}], {r};" for i, r in enumerate(d)),
+    )
 
 
 def _k_major(swizzle: str) -> tuple[int, int, str]:
@@ -171,30 +195,127 @@ def _wgmma() -> list[Entry]:
         forms: list[dict[str, Any]] = []
         for swizzle in _LAYOUT:
             for n in (8, 64):
-                forms.append({"n": n, "acc": "f32", "a": _k_major(swizzle), "b": _k_major(swizzle), "tail": plain, "name": f"K {swizzle}"})
-        forms.append({"n": 16, "acc": "f32", "a": _k_major("128B"), "b": _k_major("64B"), "tail": ", -1, 1, 0, 0", "name": "negated A"})
-        forms.append({"n": 24, "acc": "f32", "a": _k_major("32B"), "b": _k_major("none"), "tail": ", 1, -1, 0, 0", "name": "negated B"})
-        forms.append({"n": 16, "acc": "f32", "a": _k_major("128B"), "b": _k_major("128B"), "tail": plain, "accumulate": False, "name": "scale-d 0"})
+                forms.append(
+                    {
+                        "n": n,
+                        "acc": "f32",
+                        "a": _k_major(swizzle),
+                        "b": _k_major(swizzle),
+                        "tail": plain,
+                        "name": f"K {swizzle}",
+                    }
+                )
+        forms.append(
+            {
+                "n": 16,
+                "acc": "f32",
+                "a": _k_major("128B"),
+                "b": _k_major("64B"),
+                "tail": ", -1, 1, 0, 0",
+                "name": "negated A",
+            }
+        )
+        forms.append(
+            {
+                "n": 24,
+                "acc": "f32",
+                "a": _k_major("32B"),
+                "b": _k_major("none"),
+                "tail": ", 1, -1, 0, 0",
+                "name": "negated B",
+            }
+        )
+        forms.append(
+            {
+                "n": 16,
+                "acc": "f32",
+                "a": _k_major("128B"),
+                "b": _k_major("128B"),
+                "tail": plain,
+                "accumulate": False,
+                "name": "scale-d 0",
+            }
+        )
         forms.append({"n": 32, "acc": "f32", "b": _k_major("128B"), "tail": ", 1, 1, 0", "name": "A in registers"})
         for swizzle in ("32B", "64B", "128B"):
             # MN-major: an atom holds span / 2 elements of M by 8 of K, atoms of K `stride` apart, of M `leading`.
             atom = 8 * _SPAN[swizzle]
             mn = (2 * atom, atom, swizzle)
-            forms.append({"n": 64, "acc": "f32", "a": _k_major("128B"), "b": mn, "tail": ", 1, 1, 0, 1", "name": f"B by N {swizzle}"})
-            forms.append({"n": 16, "acc": "f32", "a": mn, "b": _k_major("128B"), "tail": ", 1, 1, 1, 0", "name": f"A by M {swizzle}"})
-            forms.append({"n": 128, "acc": "f32", "b": mn, "tail": ", 1, 1, 1", "name": f"B by N {swizzle} A in registers"})
-        forms.append({"n": 64, "acc": "f32", "a": _k_major("128B"), "b": (128, 1024, "none"), "tail": ", 1, 1, 0, 1", "name": "B by N none"})
-        forms.append({"n": 16, "acc": "f32", "a": (1024, 128, "none"), "b": _k_major("128B"), "tail": ", 1, 1, 1, 0", "name": "A by M none"})
+            forms.append(
+                {
+                    "n": 64,
+                    "acc": "f32",
+                    "a": _k_major("128B"),
+                    "b": mn,
+                    "tail": ", 1, 1, 0, 1",
+                    "name": f"B by N {swizzle}",
+                }
+            )
+            forms.append(
+                {
+                    "n": 16,
+                    "acc": "f32",
+                    "a": mn,
+                    "b": _k_major("128B"),
+                    "tail": ", 1, 1, 1, 0",
+                    "name": f"A by M {swizzle}",
+                }
+            )
+            forms.append(
+                {"n": 128, "acc": "f32", "b": mn, "tail": ", 1, 1, 1", "name": f"B by N {swizzle} A in registers"}
+            )
+        forms.append(
+            {
+                "n": 64,
+                "acc": "f32",
+                "a": _k_major("128B"),
+                "b": (128, 1024, "none"),
+                "tail": ", 1, 1, 0, 1",
+                "name": "B by N none",
+            }
+        )
+        forms.append(
+            {
+                "n": 16,
+                "acc": "f32",
+                "a": (1024, 128, "none"),
+                "b": _k_major("128B"),
+                "tail": ", 1, 1, 1, 0",
+                "name": "A by M none",
+            }
+        )
         found.append(_wgmma_entry(f"wgmma_{kind}", forms, kind, kind, True))
         found.append(_wgmma_entry(f"wgmma_{kind}_random", forms[:2], kind, kind, False))
         if kind == "f16":
             halves = [f | {"acc": "f16"} for f in forms if f["n"] in (8, 16)]
             found.append(_wgmma_entry("wgmma_f16_halves", halves, kind, kind, True))
-    for a, b, acc in (("tf32", "tf32", "f32"), ("e4m3", "e4m3", "f32"), ("e5m2", "e4m3", "f32"), ("e4m3", "e5m2", "f16"), ("s8", "s8", "s32"), ("u8", "s8", "s32"), ("s8", "u8", "s32"), ("u8", "u8", "s32")):
+    for a, b, acc in (
+        ("tf32", "tf32", "f32"),
+        ("e4m3", "e4m3", "f32"),
+        ("e5m2", "e4m3", "f32"),
+        ("e4m3", "e5m2", "f16"),
+        ("s8", "s8", "s32"),
+        ("u8", "s8", "s32"),
+        ("s8", "u8", "s32"),
+        ("u8", "u8", "s32"),
+    ):
         signs = "" if acc == "s32" else ", 1, 1"
-        forms = [{"n": n, "acc": acc, "a": _k_major(s), "b": _k_major(s), "tail": signs, "name": f"K {s}"} for s, n in (("none", 8), ("32B", 16), ("64B", 24), ("128B", 64))]
+        forms = [
+            {"n": n, "acc": acc, "a": _k_major(s), "b": _k_major(s), "tail": signs, "name": f"K {s}"}
+            for s, n in (("none", 8), ("32B", 16), ("64B", 24), ("128B", 64))
+        ]
         forms.append({"n": 16, "acc": acc, "b": _k_major("128B"), "tail": signs, "name": "A in registers"})
-        forms.append({"n": 8, "acc": acc, "a": _k_major("128B"), "b": _k_major("128B"), "tail": signs, "accumulate": False, "name": "scale-d 0"})
+        forms.append(
+            {
+                "n": 8,
+                "acc": acc,
+                "a": _k_major("128B"),
+                "b": _k_major("128B"),
+                "tail": signs,
+                "accumulate": False,
+                "name": "scale-d 0",
+            }
+        )
         found.append(_wgmma_entry(f"wgmma_{a}_{b}_{acc}", forms, a, b, True))
         if acc != "s32":
             found.append(_wgmma_entry(f"wgmma_{a}_{b}_{acc}_random", forms[:2], a, b, False))

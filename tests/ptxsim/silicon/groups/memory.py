@@ -1,9 +1,10 @@
 """ld, st, atom, red, cvta, isspacep in every state space (PTX ISA 9.7.9, 9.7.13.5, 9.7.13.6)."""
 
+# ruff: noqa: E501, PERF401 - lines of PTX; tables grow one row at a time
 from __future__ import annotations
 
 import numpy as np
-from ptxsim.silicon.entries import Entry, Op, op, raw, single, table
+from ptxsim.silicon.entries import Entry, Op, raw, single, table
 from ptxsim.silicon.patterns import triples
 
 _LOAD_HINTS = (".ca", ".cg", ".cs", ".lu", ".cv", ".nc", ".nc.L1::no_allocate", ".L1::evict_first", ".L1::evict_last", ".L1::evict_unchanged",
@@ -16,30 +17,92 @@ def _loads() -> list[Op]:
     for space in ("global", "generic"):
         name = ".global" if space == "global" else ""
         for kind in ("u8", "s8", "b8"):
-            ops += [raw(f"ld{name}.{kind} b{r}", f"{here} ld{name}.{kind} %d, [%lt0+3];", f"b{r}") for r in (16, 32, 64)]
+            ops += [
+                raw(f"ld{name}.{kind} b{r}", f"{here} ld{name}.{kind} %d, [%lt0+3];", f"b{r}") for r in (16, 32, 64)
+            ]
         for kind in ("u16", "s16", "b16"):
-            ops += [raw(f"ld{name}.{kind} b{r}", f"{here} ld{name}.{kind} %d, [%lt0+6];", f"b{r}") for r in (16, 32, 64)]
+            ops += [
+                raw(f"ld{name}.{kind} b{r}", f"{here} ld{name}.{kind} %d, [%lt0+6];", f"b{r}") for r in (16, 32, 64)
+            ]
         for kind in ("u32", "s32", "f32", "b32"):
             ops += [raw(f"ld{name}.{kind}", f"{here} ld{name}.{kind} %d, [%lt0+4];", "b32")]
         ops += [raw(f"ld{name}.{kind} b64", f"{here} ld{name}.{kind} %d, [%lt0+4];", "b64") for kind in ("u32", "s32")]
-        ops += [raw(f"ld{name}.{kind}", f"{here} ld{name}.{kind} %d, [%lt0];", "b64") for kind in ("u64", "s64", "f64", "b64")]
+        ops += [
+            raw(f"ld{name}.{kind}", f"{here} ld{name}.{kind} %d, [%lt0];", "b64")
+            for kind in ("u64", "s64", "f64", "b64")
+        ]
     for hint in _LOAD_HINTS:
         ops.append(raw(f"ld.global{hint}", f"{here} ld.global{hint}.b32 %d, [%lt0];"))
-    for order in ("weak", "volatile", "relaxed.cta", "relaxed.cluster", "relaxed.gpu", "relaxed.sys", "acquire.gpu", "acquire.cta"):
+    for order in (
+        "weak",
+        "volatile",
+        "relaxed.cta",
+        "relaxed.cluster",
+        "relaxed.gpu",
+        "relaxed.sys",
+        "acquire.gpu",
+        "acquire.cta",
+    ):
         text = f"ld.{order}.global.b32" if order != "volatile" else "ld.volatile.global.b32"
         ops.append(raw(text, f"{here} {text} %d, [%lt0];"))
     pair = "mad.wide.u32 %lt0, %i, 8, %in; "
     quad = "and.b32 %t8, %i, 0xfffffffe; mad.wide.u32 %lt0, %t8, 8, %in; "
-    ops.append(raw("ld.v2.b32", pair + "ld.global.v2.b32 {%t0, %t1}, [%lt0]; shl.b32 %t1, %t1, 1; xor.b32 %d, %t0, %t1;"))
-    ops.append(raw("ld.v4.b32", quad + "ld.global.v4.b32 {%t0, %t1, %t2, %t3}, [%lt0]; shl.b32 %t1, %t1, 1; shl.b32 %t2, %t2, 2; shl.b32 %t3, %t3, 3; xor.b32 %d, %t0, %t1; xor.b32 %d, %d, %t2; xor.b32 %d, %d, %t3;"))
-    ops.append(raw("ld.v2.b64", quad + "ld.global.v2.b64 {%lt1, %lt2}, [%lt0]; shl.b64 %lt2, %lt2, 1; xor.b64 %d, %lt1, %lt2;", "b64"))
-    ops.append(raw("ld.v2.u16", pair + "ld.global.v2.u16 {%ht0, %ht1}, [%lt0]; shl.b16 %ht1, %ht1, 1; xor.b16 %d, %ht0, %ht1;", "b16"))
-    ops.append(raw("ld.v4.u16", pair + "ld.global.v4.u16 {%ht0, %ht1, %ht2, %ht3}, [%lt0]; mov.b64 %lt1, {%ht3, %ht2, %ht1, %ht0}; mov.b64 %d, %lt1;", "b64"))
-    ops.append(raw("ld.v4.u8", pair + "ld.global.v4.u8 {%ht0, %ht1, %ht2, %ht3}, [%lt0]; mov.b64 %d, {%ht3, %ht2, %ht1, %ht0};", "b64"))
+    ops.append(
+        raw("ld.v2.b32", pair + "ld.global.v2.b32 {%t0, %t1}, [%lt0]; shl.b32 %t1, %t1, 1; xor.b32 %d, %t0, %t1;")
+    )
+    ops.append(
+        raw(
+            "ld.v4.b32",
+            quad
+            + "ld.global.v4.b32 {%t0, %t1, %t2, %t3}, [%lt0]; shl.b32 %t1, %t1, 1; shl.b32 %t2, %t2, 2; shl.b32 %t3, %t3, 3; xor.b32 %d, %t0, %t1; xor.b32 %d, %d, %t2; xor.b32 %d, %d, %t3;",
+        )
+    )
+    ops.append(
+        raw(
+            "ld.v2.b64",
+            quad + "ld.global.v2.b64 {%lt1, %lt2}, [%lt0]; shl.b64 %lt2, %lt2, 1; xor.b64 %d, %lt1, %lt2;",
+            "b64",
+        )
+    )
+    ops.append(
+        raw(
+            "ld.v2.u16",
+            pair + "ld.global.v2.u16 {%ht0, %ht1}, [%lt0]; shl.b16 %ht1, %ht1, 1; xor.b16 %d, %ht0, %ht1;",
+            "b16",
+        )
+    )
+    ops.append(
+        raw(
+            "ld.v4.u16",
+            pair
+            + "ld.global.v4.u16 {%ht0, %ht1, %ht2, %ht3}, [%lt0]; mov.b64 %lt1, {%ht3, %ht2, %ht1, %ht0}; mov.b64 %d, %lt1;",
+            "b64",
+        )
+    )
+    ops.append(
+        raw(
+            "ld.v4.u8",
+            pair + "ld.global.v4.u8 {%ht0, %ht1, %ht2, %ht3}, [%lt0]; mov.b64 %d, {%ht3, %ht2, %ht1, %ht0};",
+            "b64",
+        )
+    )
     ops.append(raw("ld.v2.s8", pair + "ld.global.v2.s8 {%t0, %t1}, [%lt0+2]; sub.s32 %d, %t0, %t1;"))
-    for text in ("fractional.L2::evict_last.b64 %lt1, 1.0", "fractional.L2::evict_first.L2::evict_unchanged.b64 %lt1, 0.5"):
-        ops.append(raw(f"cache hint {text.split()[0]}", f"{here} createpolicy.{text}; ld.global.L2::cache_hint.b32 %d, [%lt0], %lt1;"))
-    for text in ("prefetch.global.L1 [%lt0];", "prefetch.global.L2 [%lt0];", "prefetch.global.L2::evict_last [%lt0];", "prefetchu.L1 [%lt0];"):
+    for text in (
+        "fractional.L2::evict_last.b64 %lt1, 1.0",
+        "fractional.L2::evict_first.L2::evict_unchanged.b64 %lt1, 0.5",
+    ):
+        ops.append(
+            raw(
+                f"cache hint {text.split()[0]}",
+                f"{here} createpolicy.{text}; ld.global.L2::cache_hint.b32 %d, [%lt0], %lt1;",
+            )
+        )
+    for text in (
+        "prefetch.global.L1 [%lt0];",
+        "prefetch.global.L2 [%lt0];",
+        "prefetch.global.L2::evict_last [%lt0];",
+        "prefetchu.L1 [%lt0];",
+    ):
         ops.append(raw(text, f"{here} {text} ld.global.b32 %d, [%lt0];"))
     ops.append(raw("ldu", "ldu.global.b32 %d, [%in+16];"))
     return ops
@@ -59,12 +122,23 @@ def _spaces() -> list[Op]:
         raw("global table", "and.b32 %t0, %b, 7; mul.wide.u32 %lt0, %t0, 8; mov.u64 %lt1, table; add.u64 %lt0, %lt0, %lt1; ld.global.u64 %d, [%lt0];", "b64"),
         raw("global generic", "mov.u64 %lt1, table; cvta.global.u64 %lt1, %lt1; ld.u64 %d, [%lt1+16];", "b64"),
     ]  # fmt: skip
-    ops.append(raw("local words", """{ .local .align 16 .b8 stack[64]; .reg .b64 %q; .reg .b32 %s0, %s1;
+    ops.append(
+        raw(
+            "local words",
+            """{ .local .align 16 .b8 stack[64]; .reg .b64 %q; .reg .b32 %s0, %s1;
 st.local.u32 [stack], %a; st.local.u32 [stack+4], %b; st.local.v2.u32 [stack+8], {%c, %a}; and.b32 %s0, %c, 3; shl.b32 %s0, %s0, 2;
-mov.u32 %s1, stack; add.u32 %s0, %s0, %s1; ld.local.u32 %d, [%s0]; }"""))
-    ops.append(raw("local bytes", """{ .local .align 16 .b8 frame[32]; .reg .b64 %q; .reg .b32 %s0; .reg .b64 %g0;
+mov.u32 %s1, stack; add.u32 %s0, %s0, %s1; ld.local.u32 %d, [%s0]; }""",
+        )
+    )
+    ops.append(
+        raw(
+            "local bytes",
+            """{ .local .align 16 .b8 frame[32]; .reg .b64 %q; .reg .b32 %s0; .reg .b64 %g0;
 st.local.b64 [frame+8], %la; st.local.u8 [frame+9], %b; st.local.u16 [frame+12], %hc; mov.u64 %q, frame; cvta.local.u64 %g0, %q;
-ld.b64 %d, [%g0+8]; }""", "b64"))
+ld.b64 %d, [%g0+8]; }""",
+            "b64",
+        )
+    )
     shared = "mov.u64 %lt1, smem; cvta.shared.u64 %lt1, %lt1;"
     for space, where in (("shared", shared), ("global", "mov.u64 %lt1, %in;"), ("local", "{ .local .b32 word; mov.u64 %lt1, word; cvta.local.u64 %lt1, %lt1; }"),
                          ("const", "mov.u64 %lt1, words; cvta.const.u64 %lt1, %lt1;")):  # fmt: skip
@@ -106,11 +180,17 @@ def _atomic_kernel(space: str) -> Entry:
     floats = [("add", "f32", "b32"), ("add", "f64", "b64"), ("add.noftz", "f16", "b16"), ("add.noftz", "f16x2", "b32"),
               ("add.noftz", "bf16", "b16"), ("add.noftz", "bf16x2", "b32")]  # fmt: skip
     forms += [(o, k, r, False) for o, k, r in floats]
-    lines.append("mad.wide.u32 %x1, %thread, 24, %in; ld.global.b64 %x2, [%x1]; ld.global.b64 %x3, [%x1+8]; ld.global.b64 %x4, [%x1+16];")
+    lines.append(
+        "mad.wide.u32 %x1, %thread, 24, %in; ld.global.b64 %x2, [%x1]; ld.global.b64 %x3, [%x1+8]; ld.global.b64 %x4, [%x1+16];"
+    )
     for i, r in enumerate(("%x2", "%x3", "%x4")):
         lines.append(f"cvt.u32.u64 %r{10 + i}, {r}; cvt.u16.u64 %h{10 + i}, {r};")
     lines.append("mov.u32 %r189, smem; mad.lo.u32 %r190, %thread, 8, %r189; mad.wide.u32 %x9, %thread, 8, %x10;")
-    file = {"b16": ("%h10", "%h11", "%h12", "%h20"), "b32": ("%r10", "%r11", "%r12", "%r20"), "b64": ("%x2", "%x3", "%x4", "%x20")}
+    file = {
+        "b16": ("%h10", "%h11", "%h12", "%h20"),
+        "b32": ("%r10", "%r11", "%r12", "%r20"),
+        "b64": ("%x2", "%x3", "%x4", "%x20"),
+    }
     for operation, kind, register, _ in forms:
         a, b, c, d = file[register]
         size = int(register[1:]) // 8
@@ -121,15 +201,30 @@ def _atomic_kernel(space: str) -> Entry:
         lines.append(f"ld.{space}.{register} {d}, [{address}];")
         out(f"atom.{operation}.{kind} left", d, size)
         if operation not in ("exch", "cas") and kind not in ("f16", "bf16"):
-            lines.append(f"st.{space}.{register} [{address}], {a}; red.relaxed.gpu.{space}.{operation}.{kind} [{address}], {b}; ld.{space}.{register} {d}, [{address}];")
+            lines.append(
+                f"st.{space}.{register} [{address}], {a}; red.relaxed.gpu.{space}.{operation}.{kind} [{address}], {b}; ld.{space}.{register} {d}, [{address}];"
+            )
             out(f"red.{operation}.{kind}", d, size)
         if operation == "cas":
-            lines.append(f"st.{space}.{register} [{address}], {b}; atom.acq_rel.cta.{space}.cas.{kind} {d}, [{address}], {b}, {c}; ld.{space}.{register} {d}, [{address}];")
+            lines.append(
+                f"st.{space}.{register} [{address}], {b}; atom.acq_rel.cta.{space}.cas.{kind} {d}, [{address}], {b}, {c}; ld.{space}.{register} {d}, [{address}];"
+            )
             out(f"atom.cas.{kind} equal", d, size)
-    for operation, kind in [("add", "u32"), ("min", "s32"), ("max", "u32"), ("and", "b32"), ("or", "b32"), ("xor", "b32"), ("inc", "u32"), ("dec", "u32")]:
+    for operation, kind in [
+        ("add", "u32"),
+        ("min", "s32"),
+        ("max", "u32"),
+        ("and", "b32"),
+        ("or", "b32"),
+        ("xor", "b32"),
+        ("inc", "u32"),
+        ("dec", "u32"),
+    ]:
         word = f"[{'%x10' if space == 'global' else '%r189'}]"
         operand = {"inc": "20", "dec": "20"}.get(operation, "%r10")
-        lines.append(f"bar.sync 0; setp.eq.u32 %p1, %thread, 0; @%p1 st.{space}.b32 {word}, 17; bar.sync 0; atom.{space}.{operation}.{kind} %r30, {word}, {operand}; bar.sync 0; ld.{space}.b32 %r31, {word};")
+        lines.append(
+            f"bar.sync 0; setp.eq.u32 %p1, %thread, 0; @%p1 st.{space}.b32 {word}, 17; bar.sync 0; atom.{space}.{operation}.{kind} %r30, {word}, {operand}; bar.sync 0; ld.{space}.b32 %r31, {word};"
+        )
         out(f"contended {operation}.{kind}", "%r31", 4)
     from ptxsim.silicon.entries import Column
 

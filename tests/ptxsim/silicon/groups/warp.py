@@ -1,5 +1,6 @@
 """Instructions of a warp: shfl, vote, match, redux, elect, activemask, special registers (PTX ISA 9.7.9, 9.7.13, 10)."""
 
+# ruff: noqa: E501, PERF401 - lines of PTX; tables grow one row at a time
 from __future__ import annotations
 
 from ptxsim.silicon.entries import Entry, Op, raw, single, table
@@ -15,7 +16,12 @@ def _shuffles() -> list[Op]:
             for b in ("1", "3", "17", "31"):
                 text = f"shfl.sync.{mode}.b32 %t0|%p0, %a, {b}, {c}, -1; selp.u32 %t1, 0x5a5a5a5a, 0, %p0; xor.b32 %d, %t0, %t1;"
                 ops.append(raw(f"shfl.{mode} {b} {c}", text))
-        ops.append(raw(f"shfl.{mode} by register", f"and.b32 %t2, %b, 31; and.b32 %t3, %c, 0x1f1f; shfl.sync.{mode}.b32 %d, %a, %t2, %t3, -1;"))
+        ops.append(
+            raw(
+                f"shfl.{mode} by register",
+                f"and.b32 %t2, %b, 31; and.b32 %t3, %c, 0x1f1f; shfl.sync.{mode}.b32 %d, %a, %t2, %t3, -1;",
+            )
+        )
     return ops
 
 
@@ -32,21 +38,53 @@ def _votes() -> list[Op]:
         for text in ("%p1", "!%p1", "%pb"):
             # The first warp mixed, the second all true, the third all false.
             some = "setp.lt.u32 %p1, %i, 32; and.pred %p1, %p1, %pa; shr.u32 %t0, %i, 5; setp.eq.u32 %p2, %t0, 1; or.pred %p1, %p1, %p2;"
-            ops.append(raw(f"vote.ballot {text} {mask}", _members(f"{some} vote.sync.ballot.b32 %d, {text}, {mask};", mask)))
+            ops.append(
+                raw(f"vote.ballot {text} {mask}", _members(f"{some} vote.sync.ballot.b32 %d, {text}, {mask};", mask))
+            )
             for mode in ("all", "any", "uni"):
-                ops.append(raw(f"vote.{mode} {text} {mask}", _members(f"{some} vote.sync.{mode}.pred %p0, {text}, {mask}; selp.u32 %d, 7, 9, %p0;", mask)))
-        ops.append(raw(f"match.any.b32 {mask}", _members(f"and.b32 %t0, %a, 3; match.any.sync.b32 %d, %t0, {mask};", mask)))
-        ops.append(raw(f"match.any.b64 {mask}", _members(f"and.b64 %lt0, %la, 0x100000001; match.any.sync.b64 %d, %lt0, {mask};", mask)))
+                ops.append(
+                    raw(
+                        f"vote.{mode} {text} {mask}",
+                        _members(f"{some} vote.sync.{mode}.pred %p0, {text}, {mask}; selp.u32 %d, 7, 9, %p0;", mask),
+                    )
+                )
+        ops.append(
+            raw(f"match.any.b32 {mask}", _members(f"and.b32 %t0, %a, 3; match.any.sync.b32 %d, %t0, {mask};", mask))
+        )
+        ops.append(
+            raw(
+                f"match.any.b64 {mask}",
+                _members(f"and.b64 %lt0, %la, 0x100000001; match.any.sync.b64 %d, %lt0, {mask};", mask),
+            )
+        )
         for bits, shift in (("32", "31"), ("64", "63")):
-            source = "shr.u32 %t0, %i, 6; mul.lo.u32 %t0, %t0, %b;" if bits == "32" else "setp.lt.u32 %p1, %i, 64; selp.b64 %lt0, %lb, %in, %p1;"
+            source = (
+                "shr.u32 %t0, %i, 6; mul.lo.u32 %t0, %t0, %b;"
+                if bits == "32"
+                else "setp.lt.u32 %p1, %i, 64; selp.b64 %lt0, %lb, %in, %p1;"
+            )
             register = "%t0" if bits == "32" else "%lt0"
             text = f"{source} match.all.sync.b{bits} %t1|%p0, {register}, {mask}; selp.u32 %t2, 0x80, 0, %p0; xor.b32 %d, %t1, %t2;"
             ops.append(raw(f"match.all.b{bits} {shift} {mask}", _members(text, mask)))
         for name in ("add.u32", "add.s32", "min.u32", "min.s32", "max.u32", "max.s32", "and.b32", "or.b32", "xor.b32"):
-            ops.append(raw(f"redux.{name} {mask}", _members(f"and.b32 %t0, %a, 0xf7fffff3; or.b32 %t0, %t0, 0x50; redux.sync.{name} %d, %t0, {mask};", mask)))
-        ops.append(raw(f"elect {mask}", _members(f"elect.sync %t0|%p0, {mask}; selp.u32 %t1, 0x100, 0, %p0; or.b32 %d, %t0, %t1;", mask)))
+            ops.append(
+                raw(
+                    f"redux.{name} {mask}",
+                    _members(
+                        f"and.b32 %t0, %a, 0xf7fffff3; or.b32 %t0, %t0, 0x50; redux.sync.{name} %d, %t0, {mask};", mask
+                    ),
+                )
+            )
+        ops.append(
+            raw(
+                f"elect {mask}",
+                _members(f"elect.sync %t0|%p0, {mask}; selp.u32 %t1, 0x100, 0, %p0; or.b32 %d, %t0, %t1;", mask),
+            )
+        )
         ops.append(raw(f"activemask {mask}", _members("activemask.b32 %d;", mask)))
-    ops.append(raw("vote uniform input", "setp.lt.u32 %p1, %i, 64; vote.sync.uni.pred %p0, %p1, -1; selp.u32 %d, 1, 0, %p0;"))
+    ops.append(
+        raw("vote uniform input", "setp.lt.u32 %p1, %i, 64; vote.sync.uni.pred %p0, %p1, -1; selp.u32 %d, 1, 0, %p0;")
+    )
     return ops
 
 
