@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cubinery.aot.ptxsim.codegen import Scope, Value, emit_move, emit_pure
+from cubinery.aot.ptxsim.emit_copies import plain_copy
 from cubinery.aot.ptxsim.emit_tensorcore import tensor, tensor_wait
 from cubinery.aot.ptxsim.emit_warpgroup import warpgroup, warpgroup_wait
 from cubinery.aot.ptxsim.isa import matrix_memory
@@ -348,7 +349,7 @@ def copy(scope: Scope, instr: Instr) -> None:
     elif "tensor" in words and "bulk_group" in words:
         tensor_store(scope, instr)
     else:
-        instr.unknown("is not executed")
+        plain_copy(scope, instr)
 
 
 def _tensor_operand(scope: Scope, instr: Instr, operand: Operand, count: int) -> tuple[str, str]:

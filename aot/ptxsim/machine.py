@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cubinery.aot.ptxsim.barriers import Barriers, Parked
+from cubinery.aot.ptxsim.bulk import BulkCopies
 from cubinery.aot.ptxsim.faults import DeadlockFault, DivergedFault, LaunchFault, TransactionFault, TrapFault
 from cubinery.aot.ptxsim.groups import Groups
 from cubinery.aot.ptxsim.isa.base import DTYPES, Register
@@ -47,7 +48,7 @@ class Tracer(Protocol):
     def woke(self, machine: Machine, gang: Gang, by: Any) -> None: ...
 
 
-class Machine(TensorCore, Barriers):
+class Machine(TensorCore, BulkCopies, Barriers):
     """Runs one launch of one kernel."""
 
     def __init__(
@@ -96,7 +97,7 @@ class Machine(TensorCore, Barriers):
         self.live = np.zeros((slots * self.wpc, LANES), bool)
         self.named, self.mbarriers, self.clusters, self.fence_clocks = {}, {}, {}, {}
         self.fixed_params = {}
-        self._maps, self.unfenced, self.groups = {}, {}, Groups()
+        self._maps, self.unfenced, self.groups, self.thread_copies = {}, {}, Groups(), {}
         self.ready: Ready = {}
         self.stuck: dict[int, list[Gang]] = {}
         self.parked: dict[Parked, None] = {}
@@ -486,6 +487,8 @@ def _handlers(m: Machine) -> dict[str, Callable[[Gang, int, Compiled, tuple[Any,
 
     def groups(g: Gang, k: int, compiled: Compiled, operands: tuple[Any, ...]) -> None:
         kind, most = operands
+        if "wait_all" in m.kernel.instrs[k].modifiers:  # copies of no group yet count too
+            m.commit_group(g, g.mask, kind)
         m.wait_group(g, k, compiled.segment.follow, kind, most)
 
     def passes(g: Gang, _k: int, compiled: Compiled, _operands: tuple[Any, ...]) -> None:
