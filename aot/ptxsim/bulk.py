@@ -50,7 +50,7 @@ class BulkCopies(Copies):
         reads = active if ignore is None else active & ~spread(ignore, count)
         width = min(size, 8)
         words = size // width
-        partial = None
+        partial, sizes = None, np.zeros(0)
         if source_size is not None:
             sizes = np.minimum(spread(source_size, count), size)
             partial, reads = reads & (sizes > 0) & (sizes < size), reads & (sizes == size)
@@ -157,6 +157,7 @@ class BulkCopies(Copies):
         async_copy.check_bulk(to, origin, size)
         cta = int(g.cta[row, 0])
         combine = async_copy.combine(form.reduction, form.type) if form.reduction else None
+        slot = start = 0
         if form.source == "global":
             self._bulk_source(origin, size)
             read: Callable[[], Any] = lambda: self.memory.bytes(origin, size)  # noqa: E731
