@@ -91,15 +91,20 @@ def record(bundle: Path, names: list[str], out: Path) -> dict[str, Recorded]:
         while left:
             failed, why = _spawn(bundle, left, results)
             if failed and failed not in left:
-                log = (results / "errors.txt").read_text()
-                raise SystemExit(f"a child process failed before its first launch: {why}\n{log}")
+                print(
+                    f"a child failed before its first launch: {why}\n{(results / 'errors.txt').read_text()}", flush=True
+                )
+                break
             for name in left[: left.index(failed)] if failed else left:
                 records[name] = Recorded(digest(corpus()[name]), (results / f"{name}.bin").read_bytes(), "")
             if failed:
                 records[failed] = Recorded(digest(corpus()[failed]), b"", why)
                 print(f"{failed}: {why}", flush=True)
             left = left[left.index(failed) + 1 :] if failed else []
-        device = json.loads((results / "device.json").read_text())
+        about = results / "device.json"
+        device = json.loads(about.read_text()) if about.exists() else {}
+    if not records:
+        raise SystemExit("nothing was recorded")
     save_records(out / "h200.npz", records, device)
     return records
 
@@ -135,6 +140,7 @@ def main() -> None:
         return
     names = [name for name in corpus() if name.startswith(options.only)]
     records = record(options.bundle, names, options.out)
+    print(f"missing: {[name for name in names if name not in records]}")
     faults = sum(1 for r in records.values() if r.fault)
     print(f"{len(records)} entries, {faults} with faults, {(options.out / 'h200.npz').stat().st_size} bytes")
 
