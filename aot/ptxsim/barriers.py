@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from cubinery.aot.ptxsim.access import Access
-from cubinery.aot.ptxsim.faults import BarrierFault, DivergedFault, TransactionFault
+from cubinery.aot.ptxsim.faults import BarrierFault, DivergedFault, Fault
+from cubinery.aot.ptxsim.isa.mbarrier import MAX_COUNT, State
 from cubinery.aot.ptxsim.memory import RANK_SHIFT
 from cubinery.aot.ptxsim.state import LANES, Gang, spread
 
 MAX_BARRIERS = 16
-MAX_COUNT = (1 << 20) - 1
-"""Largest count of an mbarrier, and largest transaction count (PTX ISA, mbarrier contents)."""
 TRUE = np.ones((1, 1), bool)
 
 
@@ -47,14 +46,9 @@ class Named:
 
 
 @dataclass(slots=True)
-class MBarrier:
+class MBarrier(State):
     """One mbarrier object."""
 
-    count: int
-    """Arrivals that each phase expects."""
-    pending: int
-    tx: int = 0
-    phase: int = 0
     waiting: list[tuple[Parked, int, int]] = field(default_factory=list)
     """(gang, row, phase that must complete)."""
     known: Any = None
@@ -281,8 +275,10 @@ class Barriers(Access):
             return cta, address
         return int(self.cluster_base[cta]) + (address >> RANK_SHIFT), address & ((1 << RANK_SHIFT) - 1)
 
-    def mbarrier(self, g: Gang, mask: Any, k: int, operation: str, address: Any, count: Any, tx: Any) -> Any:
-        """init, inval, arrive, arrive_drop, expect_tx, complete_tx; arrivals return the phase as their state."""
+    def mbarrier(
+        self, g: Gang, mask: Any, k: int, operation: str, address: Any, count: Any, tx: Any, complete: bool = True
+    ) -> Any:
+        """init, inval, arrive, arrive_drop, expect_tx, complete_tx; arrivals return a state token."""
         shape = (len(g), LANES)
         self._check_aligned(g, mask, k, address, 8)
         self.shared_index(g, mask, k, address, 8)
@@ -299,7 +295,7 @@ class Barriers(Access):
                 continue
             key, barrier = self.mbarrier_at(g, row, lane, k, at)
             self._uses(g, row, lane, k, key)
-            state[row, lane] = barrier.phase
+            state[row, lane] = barrier.token
             if operation == "inval":
                 del self.mbarriers[key]
                 continue
@@ -308,7 +304,7 @@ class Barriers(Access):
                     g, row, lane, k, key, barrier, int(tx[row, lane]) * (-1 if operation == "complete_tx" else 1)
                 )
             if operation in ("arrive", "arrive_drop"):
-                self._arrive_mbarrier(g, row, lane, k, key, barrier, arrivals, operation == "arrive_drop")
+                self._arrive_mbarrier(g, row, lane, k, key, barrier, arrivals, operation == "arrive_drop", complete)
             elif operation == "complete_tx":
                 self.mbarrier_advance(key, barrier)
         return state
@@ -336,38 +332,30 @@ class Barriers(Access):
     def _uses(self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int]) -> None:
         """Who uses an mbarrier must know that it was initialised: for the race check a read of its bytes."""
         if self.races is not None:
-            self.races.read(self, g, _one(g, row, lane), k, np.full((1, 1), key[0] * self.shared.stride + key[1]), 8)
+            self.races.touch(self, g, row, lane, k, key[0] * self.shared.stride + key[1], 8)
 
     def _expect(self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int], barrier: MBarrier, tx: int) -> None:
-        barrier.tx += tx
-        if not -MAX_COUNT <= barrier.tx <= MAX_COUNT:
-            self.fail(
-                TransactionFault,
-                f"transaction count {barrier.tx} at {key[1]:#x}: beyond {MAX_COUNT}",
-                g,
-                k,
-                _one(g, row, lane),
-            )
+        try:
+            barrier.add_tx(tx)
+        except Fault as error:
+            self.fail(type(error), f"at {key[1]:#x}: {error.detail}", g, k, _one(g, row, lane))
 
     def _arrive_mbarrier(
-        self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int], barrier: MBarrier, count: int, drop: bool
-    ) -> None:
-        if count > barrier.pending:
-            detail = f"{count} arrivals at {key[1]:#x}, where phase {barrier.phase} expects {barrier.pending} more"
-            self.fail(BarrierFault, detail, g, k, _one(g, row, lane))
-        barrier.pending -= count
-        if drop:
-            barrier.count -= count
+        self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int], barrier: MBarrier, count: int, drop: bool,
+        complete: bool,
+    ) -> None:  # fmt: skip
+        try:
+            barrier.take(count, drop, complete)
+        except Fault as error:
+            self.fail(type(error), f"at {key[1]:#x}: {error.detail}", g, k, _one(g, row, lane))
         if self.races is not None:
             self.races.release(barrier.known, int(g.cta[row, 0]), int(g.warps[row]) % self.wpc)
         self.mbarrier_advance(key, barrier)
 
     def mbarrier_advance(self, key: tuple[int, int], barrier: MBarrier) -> None:
         """Complete the phase if nothing is missing, and release who waits for it."""
-        if barrier.pending or barrier.tx:
+        if not barrier.settle():
             return
-        barrier.phase += 1
-        barrier.pending = barrier.count
         if self.races is not None:
             barrier.published, barrier.known = barrier.known, barrier.known.copy()
         waiting, barrier.waiting = barrier.waiting, []
@@ -418,7 +406,12 @@ class Barriers(Access):
             wanted = int(phase[row, lane])
             if parity:
                 # The phase of that parity that is not over, or the one before the current, which is.
-                wanted = barrier.phase if (barrier.phase & 1) == (wanted & 1) else barrier.phase - 1
+                wanted = barrier.phase - barrier.ended(wanted)
+            else:
+                try:
+                    wanted = barrier.phase - barrier.ended_since(wanted)
+                except Fault as error:
+                    self.fail(type(error), error.detail, g, k, _one(g, row, lane))
             done[row] = wanted < barrier.phase and not (not spin and self.peek_fails())
             if done[row]:
                 self._pass(barrier, g, row)

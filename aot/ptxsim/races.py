@@ -9,6 +9,7 @@ Clocks start at 1; a memory unit that nobody touched holds 0.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,21 @@ ASYNC_AGENTS = 8
 """Agents of the async proxy a CTA; mbarriers share them in order of first use."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where flat units come from: `count` units for each lane of `mask`, or of `width` lanes of every row."""
+
+    mask: Any
+    width: int
+    count: int
+
+    def lane(self, position: int) -> int:
+        """The lane of a unit."""
+        if self.mask is None:
+            return position // self.count % self.width
+        return int(np.argwhere(self.mask)[position // self.count][1])
+
+
 class Races:
     """Clocks of all resident CTAs. Agents of a cluster know each other."""
 
@@ -35,17 +51,21 @@ class Races:
         self.writer = np.zeros(slots * self.units, np.int16)
         self.write_clock = np.zeros(slots * self.units, np.int32)
         self.read_clock = np.zeros((slots * self.units, self.agents), np.int32)
+        self._read_flat = self.read_clock.reshape(-1)
         self._async: dict[tuple[int, int], int] = {}
         self._atomic = np.zeros(slots * self.units, np.int32)
         for slot in range(slots):
-            self.reset(slot)
+            self._begin(slot)
 
-    def reset(self, slot: int) -> None:
-        """A new CTA in a slot."""
+    def _begin(self, slot: int) -> None:
         first = int(self.rank[slot]) * self.per_cta
         self.clock[slot] = 0
         for agent in range(self.per_cta):
             self.clock[slot, agent, 0, first + agent] = 1
+
+    def reset(self, slot: int) -> None:
+        """A new CTA in a slot."""
+        self._begin(slot)
         span = slice(slot * self.units, (slot + 1) * self.units)
         self.writer[span] = 0
         self.write_clock[span] = self.read_clock[span] = self._atomic[span] = 0
@@ -57,93 +77,108 @@ class Races:
 
     # -- accesses of warps ---------------------------------------------------------------------
 
-    def _rows(self, g: Gang) -> tuple[Any, Any, Any, Any]:
+    def _rows(self, g: Gang) -> tuple[Any, Any, Any]:
+        """(agent, what it knows, its own clock) of each row: (W,), (W, agents), (W,)."""
         slot, warp = g.cta[:, 0], g.warps % self.wpc
-        agent = (self.rank[slot] * self.per_cta + warp)[:, None]
-        return slot, warp, agent, self.clock[slot, warp]
+        agent = self.rank[slot] * self.per_cta + warp
+        known = self.clock[slot, warp, 0]
+        return agent, known, known[np.arange(len(g)), agent]
 
-    def _units(self, g: Gang, mask: Any, index: Any, size: int) -> tuple[Any, Any, Any]:
-        """(units touched, row of each, lane of each), flat."""
-        shape = (len(g), index.shape[1] if mask is None else LANES)
-        at = np.broadcast_to(index, shape) // self.unit
-        rows = np.broadcast_to(np.arange(len(g))[:, None], shape)
-        lanes = np.broadcast_to(np.arange(shape[1]), shape)
-        if mask is None:
-            at, rows, lanes = at.ravel(), rows.ravel(), lanes.ravel()
-        else:
-            at, rows, lanes = at[mask], rows[mask], lanes[mask]
+    def _units(self, g: Gang, mask: Any, index: Any, size: int) -> tuple[Any, Any, _Origin]:
+        """(units touched, row of each, how to find the lane of each), flat."""
         count = -(-size // self.unit)
+        if mask is None:
+            width = index.shape[1]
+            at = index.ravel() // self.unit if len(index) == len(g) else np.tile(index[0] // self.unit, len(g))
+            rows = np.repeat(np.arange(len(g)), width * count)
+        else:
+            width = LANES
+            at = np.broadcast_to(index, (len(g), LANES))[mask] // self.unit
+            rows = np.nonzero(mask)[0]
+            rows = rows if count == 1 else rows.repeat(count)
         if count > 1:
             at = (at[:, None] + np.arange(count)).ravel()
-            rows, lanes = rows.repeat(count), lanes.repeat(count)
-        return at, rows, lanes
+        return at, rows, _Origin(mask, width, count)
 
     def read(self, rt: Access, g: Gang, mask: Any, k: int, index: Any, size: int) -> None:
         """Loads: what they read must have been written before."""
-        at, rows, lanes = self._units(g, mask, index, size)
+        at, rows, origin = self._units(g, mask, index, size)
         if not len(at):
             return
-        _, _, agent, clock = self._rows(g)
-        writer = self.writer[at]
-        late = self.write_clock[at] > clock[rows, 0, writer]
+        agent, known, own = self._rows(g)
+        writer = self.writer.take(at)
+        late = self.write_clock.take(at) > known.ravel().take(rows * self.agents + writer)
         if late.any():
-            self._report(rt, g, k, at, rows, lanes, late, "reads", "written", writer)
-        own = agent[rows, 0]
-        self.read_clock[at, own] = clock[rows, 0, own]
+            self._report(rt, g, k, at, rows, origin, late, "reads", "written", writer)
+        self._read_flat[at * self.agents + agent.take(rows)] = own.take(rows)
 
     def write(self, rt: Access, g: Gang, mask: Any, k: int, index: Any, size: int) -> None:
         """Stores: what they overwrite must have been written and read before."""
-        at, rows, lanes = self._units(g, mask, index, size)
+        at, rows, origin = self._units(g, mask, index, size)
         if not len(at):
             return
-        _, _, agent, clock = self._rows(g)
-        own = agent[rows, 0]
-        self._check_write(rt, g, k, at, rows, lanes, clock[rows, 0])
-        self.writer[at] = own
-        self.write_clock[at] = clock[rows, 0, own]
+        agent, known, own = self._rows(g)
+        self._check_write(rt, g, k, at, rows, origin, known.take(rows, axis=0))
+        mine = agent.take(rows)
+        self.writer[at] = mine
+        self.write_clock[at] = own.take(rows)
+        self._atomic[at] = 0
+        if len(g) > 1:  # warps of one gang store at the same time
+            last = self.writer.take(at)
+            other = last != mine
+            if other.any():
+                self._report(rt, g, k, at, rows, origin, other, "writes", "written", last)
+
+    def touch(self, rt: Access, g: Gang, row: int, lane: int, k: int, place: int, size: int) -> None:
+        """A read by one lane, as every use of an mbarrier is one of what initialised it."""
+        slot, local = int(g.cta[row, 0]), int(g.warps[row]) % self.wpc
+        agent, known = self.agent(slot, local), self.clock[slot, local, 0]
+        span = slice(place // self.unit, -(-(place + size) // self.unit))
+        writer = self.writer[span]
+        late = self.write_clock[span] > known[writer]
+        if late.any():
+            at = np.arange(span.start, span.stop)
+            lanes = np.zeros((len(g), LANES), bool)
+            lanes[row, lane] = True
+            origin = _Origin(lanes, LANES, len(at))
+            self._report(rt, g, k, at, np.full(len(at), row), origin, late, "reads", "written", writer)
+        self.read_clock[span, agent] = known[agent]
 
     def atomic(self, rt: Access, g: Gang, mask: Any, k: int, index: Any, size: int) -> None:
         """Atomics do not race with each other, only with loads and stores."""
-        at, rows, lanes = self._units(g, mask, index, size)
+        at, rows, origin = self._units(g, mask, index, size)
         if not len(at):
             return
-        _, _, agent, clock = self._rows(g)
-        own = agent[rows, 0]
+        agent, known, own = self._rows(g)
         fresh = self.write_clock[at] != self._atomic[at]  # the last write was no atomic
         writer = self.writer[at]
-        late = fresh & (self.write_clock[at] > clock[rows, 0, writer])
+        late = fresh & (self.write_clock[at] > known[rows, writer])
         if late.any():
-            self._report(rt, g, k, at, rows, lanes, late, "updates", "written", writer)
-        reads = self.read_clock[at] > clock[rows, 0]
+            self._report(rt, g, k, at, rows, origin, late, "updates", "written", writer)
+        reads = self.read_clock[at] > known[rows]
         if reads.any():
-            self._report(rt, g, k, at, rows, lanes, reads.any(axis=1), "updates", "read", reads.argmax(axis=1))
-        self.writer[at] = own
-        self.write_clock[at] = clock[rows, 0, own]
+            self._report(rt, g, k, at, rows, origin, reads.any(axis=1), "updates", "read", reads.argmax(axis=1))
+        self.writer[at] = agent[rows]
+        self.write_clock[at] = own[rows]
         self._atomic[at] = self.write_clock[at]
 
-    def _check_write(self, rt: Access, g: Gang | None, k: int, at: Any, rows: Any, lanes: Any, clock: Any) -> None:
-        writer = self.writer[at]
-        late = self.write_clock[at] > clock[np.arange(len(at)), writer]
+    def _check_write(
+        self, rt: Access, g: Gang | None, k: int, at: Any, rows: Any, origin: _Origin | None, known: Any
+    ) -> None:
+        """`known` (units, agents) or (agents,): what the writer of each unit knows."""
+        writer = self.writer.take(at)
+        late = self.write_clock.take(at) > (known[writer] if known.ndim == 1 else known[np.arange(len(at)), writer])
         if late.any():
-            self._report(rt, g, k, at, rows, lanes, late, "writes", "written", writer)
-        reads = self.read_clock[at] > clock
+            self._report(rt, g, k, at, rows, origin, late, "writes", "written", writer)
+        reads = self.read_clock.take(at, axis=0) > known
         if reads.any():
             late, reader = reads.any(axis=1), reads.argmax(axis=1)
-            self._report(rt, g, k, at, rows, lanes, late, "writes", "read", reader)
+            self._report(rt, g, k, at, rows, origin, late, "writes", "read", reader)
 
     def _report(
-        self,
-        rt: Access,
-        g: Gang | None,
-        k: int,
-        at: Any,
-        rows: Any,
-        lanes: Any,
-        late: Any,
-        does: str,
-        done: str,
-        by: Any,
-    ) -> None:
+        self, rt: Access, g: Gang | None, k: int, at: Any, rows: Any, origin: _Origin | None, late: Any, does: str,
+        done: str, by: Any,
+    ) -> None:  # fmt: skip
         first = int(np.argmax(late))
         address = int(at[first] % self.units) * self.unit
         other = self.describe(int(by[first]))
@@ -151,7 +186,7 @@ class Races:
         where = None
         if g is not None:
             where = np.zeros((len(g), LANES), bool)
-            where[rows[first], lanes[first]] = True
+            where[int(rows[first]), 0 if origin is None else origin.lane(first)] = True
         rt.fail(RaceFault, detail, g, k, where)
 
     def describe(self, agent: int) -> str:
@@ -172,13 +207,13 @@ class Races:
     def async_write(self, rt: Access, g: Gang, row: int, k: int, slot: int, local: int, at: Any) -> int:
         """A copy issued by row's warp writes units `at` of CTA `slot`; returns the clock of its completion."""
         issuer = self.clock[int(g.cta[row, 0]), int(g.warps[row]) % self.wpc]
-        rows, lanes = np.full(len(at), row), np.zeros(len(at), np.int64)
-        self._check_write(rt, g, k, at, rows, lanes, np.broadcast_to(issuer[0], (len(at), self.agents)))
+        self._check_write(rt, g, k, at, np.broadcast_to(row, at.shape), None, issuer[0])
         agent = self.agent(slot, local)
         clock = self.clock[slot, local]
         clock[:, agent] += 1
         self.writer[at] = agent
         self.write_clock[at] = clock[0, agent]
+        self._atomic[at] = 0
         return int(clock[0, agent])
 
     def async_read(self, rt: Access, g: Gang, row: int, k: int, slot: int, local: int, at: Any) -> int:
@@ -186,9 +221,8 @@ class Races:
         issuer = self.clock[int(g.cta[row, 0]), int(g.warps[row]) % self.wpc]
         writer = self.writer[at]
         late = self.write_clock[at] > issuer[0, writer]
-        rows, lanes = np.full(len(at), row), np.zeros(len(at), np.int64)
         if late.any():
-            self._report(rt, g, k, at, rows, lanes, late, "reads", "written", writer)
+            self._report(rt, g, k, at, np.broadcast_to(row, at.shape), None, late, "reads", "written", writer)
         generic = writer % self.per_cta < self.wpc
         hidden = generic & (self.write_clock[at] > issuer[1, writer])
         if hidden.any():

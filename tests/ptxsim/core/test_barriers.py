@@ -42,6 +42,21 @@ def test_without_the_barrier_it_is_a_race() -> None:
         run(body, 128, threads=128)
 
 
+def test_two_warps_that_store_at_the_same_time() -> None:
+    body = "mov.b32 %r1, smem; st.shared.b32 [%r1], %r9;"
+    run(body)
+    with pytest.raises(RaceFault, match="writes shared address 0x400, written by warp"):
+        run(body, 64, threads=64)
+
+
+def test_atomics_race_with_stores_and_not_with_each_other() -> None:
+    clear = "mov.b32 %r1, smem; setp.eq.b32 %p1, %r9, 0; @%p1 st.shared.b32 [%r1], 0;"
+    add = "atom.shared.add.u32 %r2, [%r1], 1; st.global.b32 [%rd9], %r2;"
+    assert sorted(run(f"{clear} bar.sync 0; {add}", 64, threads=64).tolist()) == list(range(64))
+    with pytest.raises(RaceFault, match="updates shared address 0x400, written by warp 0"):
+        run(f"{clear} {add}", 64, threads=64)
+
+
 def test_a_write_after_a_read_needs_a_barrier_too() -> None:
     body = f"""{MINE} st.shared.b32 [%r2], %r9; bar.sync 0; xor.b32 %r3, %r2, 256; ld.shared.b32 %r4, [%r3];
     %BAR st.shared.b32 [%r2], %r4; """
