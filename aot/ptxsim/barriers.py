@@ -144,8 +144,9 @@ class Barriers(Access):
                 f"barrier {number} with {given} threads, while warps wait there for {barrier.expected}",
                 g, k, _one(g, row),
             )  # fmt: skip
-        if warp in barrier.warps and parked is not None and any(p.gang.warps[r] == warp for p, r in barrier.waiting):
-            self.fail(BarrierFault, f"warp waits twice at barrier {number}", g, k, _one(g, row))
+        if warp in barrier.warps:
+            detail = f"arrives twice at barrier {number} in one phase: it can complete without a warp that it stands for"
+            self.fail(BarrierFault, detail, g, k, _one(g, row))
         barrier.warps.append(warp)
         barrier.arrived += LANES
         if self.races is not None:

@@ -29,6 +29,7 @@ from cubinery.aot.ptxsim.isa.base import (
     flatten,
     register_type,
 )
+from cubinery.aot.ptxsim.isa.mbarrier import MAX_COUNT
 from cubinery.aot.ptxsim.registry import find
 
 CACHE_HINTS = (
@@ -284,10 +285,15 @@ def mbarrier(scope: Scope, instr: Instr) -> None:
     mods.choose("shared", "shared::cta", "shared::cluster")
     mods.expect("b64")
     mods.done()
-    if operation == "pending_count" or no_complete:
-        instr.unknown("is not executed")
     guard = scope.guard(instr.guard)
     operands = list(instr.operands)
+    if operation == "pending_count":
+        token = scope.raw(operands[1], "b64")
+        name = scope.let(f"({token} & {scope.raw(Immediate(MAX_COUNT), 'b64')}).astype(np.uint32)")
+        scope.write(operands[0], Value("b32", {"raw": name}), guard)
+        return
+    if no_complete and operation not in ("arrive", "arrive_drop"):
+        instr.unknown(".noComplete belongs to arrivals")
     state: Operand | None = None if isinstance(operands[0], Address) else operands.pop(0)
     address = scope.address(operands[0], instr, "b32")
     numbers = [scope.raw(o, "b32") for o in operands[1:]]
@@ -298,7 +304,8 @@ def mbarrier(scope: Scope, instr: Instr) -> None:
         count = numbers.pop(0)
     if numbers:
         instr.unknown("operands not understood")
-    call = f"rt.mbarrier(g, {scope.mask(guard)}, {_k(scope, instr)}, {operation!r}, {address}, {count}, {tx})"
+    where = f"g, {scope.mask(guard)}, {_k(scope, instr)}"
+    call = f"rt.mbarrier({where}, {operation!r}, {address}, {count}, {tx}, {not no_complete})"
     if state is None or isinstance(state, Discard):
         scope.emit(call)
     else:

@@ -4,7 +4,7 @@ A phase ends when neither an arrival nor a transaction is pending; the next begi
 transaction. Transaction counts may be negative for a while: bytes can land before they are expected.
 
 `State` is pure: it knows no thread, no waiter and no memory. The machine derives its barrier objects from it, calls
-one method for each lane in order, adds the place to a fault, and looks at its waiters where a method returns True.
+the methods for each lane in order, adds the place to a fault, and looks at its waiters where `settle` returns True.
 
 A state token, as arrive returns it in a 64-bit register, is `phase << 20 | pending` before the arrival.
 """
@@ -63,37 +63,40 @@ class State:
         """The state token of this moment."""
         return self.phase << 20 | self.pending
 
-    def arrive(self, count: int = 1, expect: int = 0, drop: bool = False, may_complete: bool = True) -> bool:
-        """9.7.13.15.13 arrive and .14 arrive_drop; True where the phase ends.
+    def take(self, count: int = 1, drop: bool = False, may_complete: bool = True) -> None:
+        """9.7.13.15.13 arrive and .14 arrive_drop: `count` arrivals. Nothing changes in a fault.
 
-        `expect` is the transaction count of .expect_tx, which comes first. `drop` lowers the count of later phases
-        too. may_complete=False is .noComplete, for which ending the phase is a fault. Nothing changes in a fault.
+        `drop` lowers the count of later phases too. may_complete=False is .noComplete, for which ending the phase is a
+        fault. A transaction count of .expect_tx comes before, by `add_tx`; `settle` comes after.
         """
         check_count(count, "arrive")
         if count > self.pending:
             raise BarrierFault(f"{count} arrivals, but {self}")
-        if not may_complete and count == self.pending and self.tx + expect == 0:
+        if not may_complete and count == self.pending and self.tx == 0:
             raise BarrierFault(f"arrive.noComplete would end the phase: {self}")
-        self._add_tx(check_count(expect, "expect_tx", 0))
         self.pending -= count
         if drop:
             self.count -= count
-        return self._advance()
 
-    def expect_tx(self, count: int) -> bool:
-        """9.7.13.15.11 mbarrier.expect_tx: more bytes belong to this phase."""
-        self._add_tx(check_count(count, "expect_tx", 0))
-        return self._advance()
+    def add_tx(self, change: int) -> None:
+        """9.7.13.15.11 expect_tx: more bytes belong to this phase; .12 complete_tx, with a negative change: fewer."""
+        total = self.tx + change
+        if max(abs(total), abs(change)) > MAX_COUNT:
+            raise TransactionFault(f"transaction count {total}: expected at most {MAX_COUNT} either way")
+        self.tx = total
 
-    def complete_tx(self, count: int) -> bool:
-        """9.7.13.15.12 mbarrier.complete_tx, and a bulk copy whose bytes have landed."""
-        self._add_tx(-check_count(count, "complete_tx", 0))
-        return self._advance()
+    def settle(self) -> bool:
+        """End the phase if nothing is missing; True where it ended."""
+        if self.pending or self.tx:
+            return False
+        self.phase += 1
+        self.pending = self.count
+        return True
 
     def add_pending(self) -> None:
         """9.7.13.15.15 cp.async.mbarrier.arrive without .noinc, as issued: one more arrival belongs to this phase.
 
-        The arrival itself (`arrive`) follows when the thread's earlier cp.async have landed.
+        The arrival itself (`take`) follows when the thread's earlier cp.async have landed.
         """
         check_count(self.pending + 1, "cp.async.mbarrier.arrive")
         self.pending += 1
@@ -115,16 +118,3 @@ class State:
     def unbalanced(self) -> str:
         """Words for transactions pending where nothing can come any more (at exit, at inval), or nothing."""
         return f"transaction count {self.tx} is left over: {self}" if self.tx else ""
-
-    def _add_tx(self, change: int) -> None:
-        total = self.tx + change
-        if abs(total) > MAX_COUNT:
-            raise TransactionFault(f"transaction count {total}: expected at most {MAX_COUNT} either way")
-        self.tx = total
-
-    def _advance(self) -> bool:
-        if self.pending or self.tx:
-            return False
-        self.phase += 1
-        self.pending = self.count
-        return True
