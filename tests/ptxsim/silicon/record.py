@@ -134,15 +134,15 @@ def main() -> None:
         child(options.bundle, json.loads(options.child.read_text()), options.child.parent)
         return
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.bundle:
+        names = [name for name in corpus() if name.startswith(options.only)]
+        records = record(options.bundle, names, options.out)
+        faults = sum(1 for r in records.values() if r.fault)
+        missing = [name for name in names if name not in records]
+        size = (options.out / "h200.npz").stat().st_size
+        print(f"{len(records)} entries, {faults} with faults, {size} bytes; missing: {missing}", flush=True)
     if options.smoke:
         record_decodes(options.smoke, options.out)
-    if not options.bundle:
-        return
-    names = [name for name in corpus() if name.startswith(options.only)]
-    records = record(options.bundle, names, options.out)
-    print(f"missing: {[name for name in names if name not in records]}")
-    faults = sum(1 for r in records.values() if r.fault)
-    print(f"{len(records)} entries, {faults} with faults, {(options.out / 'h200.npz').stat().st_size} bytes")
 
 
 if __name__ == "__main__":
