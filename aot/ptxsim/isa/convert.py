@@ -15,6 +15,7 @@ import numpy as np
 
 from cubinery.aot.ptxsim.isa import formats
 from cubinery.aot.ptxsim.isa.base import Compiled, Instr, Modifiers, Operation, Register, flatten
+from cubinery.aot.ptxsim.isa.convert_fixed import from_fixed
 from cubinery.aot.ptxsim.isa.convert_narrow import (
     NARROW,
     PAIRS,
@@ -69,6 +70,8 @@ def cvt(instr: Instr) -> Compiled:
     """9.7.9.21 cvt, and 9.7.9.22 cvt.pack."""
     if instr.modifiers[:1] == ("pack",):
         return _pack(instr)
+    if "s2f6x2" in instr.modifiers[-1:]:
+        return from_fixed(instr)
     form = _parse(instr)
     if form.to in NARROW:
         return to_narrow(instr, form)

@@ -1,0 +1,25 @@
+"""A warp that laps its partner at a named barrier."""
+
+from __future__ import annotations
+
+import pytest
+from ptx_bench import run
+
+from cubinery.aot.ptxsim.faults import BarrierFault
+
+
+def test_two_arrivals_of_one_warp_do_not_stand_for_two_warps() -> None:
+    """The barrier would be complete with nobody but warp 0 at it (PTX ISA 9.7.13.1: participants are counted)."""
+    body = "setp.ge.u32 %p1, %r9, 32; @%p1 bra OTHER; bar.arrive 2, 64; bar.arrive 2, 64; OTHER:"
+    with pytest.raises(BarrierFault, match="arrives twice at barrier 2 in one phase"):
+        run(body, 64, threads=64)
+
+
+def test_one_arrival_in_each_phase_is_fine() -> None:
+    body = """
+    setp.ge.u32 %p1, %r9, 32; @%p1 bra OTHER;
+    bar.arrive 2, 64; bar.sync 3, 64; bar.arrive 2, 64; bra END;
+    OTHER: bar.sync 2, 64; bar.arrive 3, 64; bar.sync 2, 64;
+    END: st.global.b32 [%rd9], %r9;
+    """
+    assert run(body, 64, threads=64).tolist() == list(range(64))
