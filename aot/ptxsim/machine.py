@@ -13,6 +13,7 @@ from cubinery.aot.ptxsim.barriers import Barriers, Parked
 from cubinery.aot.ptxsim.bulk import BulkCopies
 from cubinery.aot.ptxsim.faults import DeadlockFault, DivergedFault, LaunchFault, TransactionFault, TrapFault
 from cubinery.aot.ptxsim.groups import Groups
+from cubinery.aot.ptxsim.heap import keep_freed_memory
 from cubinery.aot.ptxsim.isa.base import DTYPES, Register
 from cubinery.aot.ptxsim.memory import Block, GlobalMemory, SharedMemory
 from cubinery.aot.ptxsim.program import results
@@ -114,6 +115,7 @@ class Machine(TensorCore, BulkCopies, Barriers):
     def run(self) -> Counters:
         """Run to the end. Raises Fault."""
         start = time.perf_counter()
+        keep_freed_memory()
         with np.errstate(all="ignore"):
             for slot in range(0, len(self.block_index), self.cluster_size):
                 self._start_cluster(slot)
