@@ -356,9 +356,10 @@ class Machine(TensorCore, BulkCopies, Barriers):
         for slot in range(base, base + self.cluster_size):
             self._leftovers(slot)
             self.tensor_exit(slot)
-            self.shared.reset(slot)
-            if self.races is not None:
-                self.races.reset(slot)
+            if self.next_cta < self.total:
+                self.shared.reset(slot)
+                if self.races is not None:
+                    self.races.reset(slot)
         self.clusters.pop(base, None)
         self.finished += self.cluster_size
         if self.progress is not None:
@@ -374,7 +375,8 @@ class Machine(TensorCore, BulkCopies, Barriers):
                 place = self.place(None, last)
                 detail = (
                     f"the mbarrier at {key[1]:#x} of block {tuple(self.block_index[slot].tolist())} ends with a "
-                    f"transaction count of {barrier.tx} bytes in phase {barrier.phase}: expected and copied bytes differ"
+                    f"transaction count of {barrier.tx} bytes in phase {barrier.phase}: "
+                    "expected and copied bytes differ"
                 )
                 raise TransactionFault(detail, place)
         for key in [key for key in self.named if key[0] == slot]:

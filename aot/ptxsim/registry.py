@@ -17,10 +17,7 @@ PURE_FILES = (
 def _table() -> dict[str, tuple[tuple[frozenset[str], Operation], ...]]:
     table: dict[str, tuple[tuple[frozenset[str], Operation], ...]] = {}
     for name in PURE_FILES:
-        try:
-            module = importlib.import_module(f"cubinery.aot.ptxsim.isa.{name}")
-        except ModuleNotFoundError:
-            continue
+        module = importlib.import_module(f"cubinery.aot.ptxsim.isa.{name}")
         types = frozenset(getattr(module, "TYPES", ()))
         for opcode, operation in module.OPCODES.items():
             table[opcode] = (*table.get(opcode, ()), (types, operation))

@@ -8,6 +8,7 @@ descriptor's base offset how far the pattern has been moved.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,9 @@ SWIZZLES: dict[str, Swizzle] = {
 """By name as tensor maps spell it; `128B_atom_32B` is the descriptors' "128-byte swizzle with 32-byte atomicity"."""
 
 
+@lru_cache(maxsize=4096)
 def chunks(start: int, count: int, swizzle: Swizzle) -> Array:
-    """Addresses of `count` consecutive 16-byte chunks from `start`, swizzled: (count,) of int64."""
-    return swizzle.apply(start + 16 * np.arange(count, dtype=np.int64))
+    """Addresses of `count` consecutive 16-byte chunks from `start`, swizzled: (count,) of int64, read only."""
+    result = swizzle.apply(start + 16 * np.arange(count, dtype=np.int64))
+    result.setflags(write=False)  # stages of a ring come again and again, so the result is kept
+    return result

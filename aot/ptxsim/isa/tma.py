@@ -181,7 +181,11 @@ class Tile:
             data = span(low, size)
         except KeyError:  # rows in several allocations, or one that does not exist: that row's KeyError then counts
             return np.stack([span(int(row), width) for row in rows])
-        return np.lib.stride_tricks.sliding_window_view(data, width)[rows - low]
+        if width % 16 == 0 and not ((rows - low) % 16).any():  # sixteen bytes at a time
+            whole = data[: len(data) & ~15].reshape(-1, 16)
+            index = (rows - low)[:, None] // 16 + np.arange(width // 16)
+            return whole.take(index, axis=0).reshape(len(rows), width)
+        return data.take((rows - low)[:, None] + np.arange(width))
 
     def store(self, span: Span, image: Array, combine: Callable[[Array, Array], Array] | None = None) -> None:
         """Write the parts of a packed image that lie in the tensor; `combine(old, new)` for a reduction."""
@@ -241,12 +245,27 @@ def _inner(m: TensorMap, coordinate: int) -> tuple[int, int, int]:
     return start, min(max(0, -start), row), max(0, min(row, width - start))
 
 
+@lru_cache(maxsize=256)
+def _within(m: TensorMap) -> tuple[Array, Array]:
+    """Rows of a box that lies inside the tensor, from the address of its first one; and that all of them exist."""
+    rows = np.zeros(1, np.int64)
+    for d, count in enumerate(shape(m).counts[1:], 1):
+        steps = np.arange(count, dtype=np.int64) * m.element_strides[d] * m.strides[d - 1]
+        rows = (steps[:, None] + rows).ravel()
+    return rows, np.ones(len(rows), bool)
+
+
 def tile(m: TensorMap, coordinates: Sequence[int]) -> Tile:
     """The box whose lowest corner is at signed `coordinates`, innermost first (PTX ISA 5.5.3)."""
     if len(coordinates) != m.rank:
         raise DescriptorFault(f"{len(coordinates)} coordinates for a tensor map of rank {m.rank}")
     counts = shape(m).counts
     start, first, last = _inner(m, coordinates[0])
+    upper = range(1, m.rank)
+    if all(0 <= coordinates[d] <= m.extents[d] - 1 - (counts[d] - 1) * m.element_strides[d] for d in upper):
+        base = m.address + start + sum(coordinates[d] * m.strides[d - 1] for d in upper)
+        relative, exists = _within(m)
+        return Tile(m, shape(m), relative + base, exists, first, last)
     rows = np.full(1, m.address + start, np.int64)
     exists = np.ones(1, bool)
     for d in range(1, m.rank):
