@@ -3,8 +3,8 @@
     out = run("mov.u32 %r1, %tid.x; st.global.b32 [%rd9], %r1;", words=32)
 
 Registers %p0-%p19, %h0-%h19 (b16), %r0-%r99, %rd0-%rd49 are declared. The kernel's parameter is an array of
-32-bit words; %rd8 holds its address, %rd9 the address of this thread's word (block and thread counted), %r9 the thread in
-its block, and `smem` is dynamic shared memory.
+32-bit words; %rd8 holds its address, %rd9 the address of this thread's word (block and thread counted), %r9 the
+thread in its block, and `smem` is dynamic shared memory.
 """
 
 from __future__ import annotations

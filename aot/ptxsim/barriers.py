@@ -145,7 +145,7 @@ class Barriers(Access):
                 g, k, _one(g, row),
             )  # fmt: skip
         if warp in barrier.warps:
-            detail = f"arrives twice at barrier {number} in one phase: it can complete without a warp that it stands for"
+            detail = f"arrives twice at barrier {number} in one phase: it can complete without a warp it stands for"
             self.fail(BarrierFault, detail, g, k, _one(g, row))
         barrier.warps.append(warp)
         barrier.arrived += LANES

@@ -240,7 +240,7 @@ class Copies(Barriers):
     # -- groups --------------------------------------------------------------------------------
 
     def _bulk_read(self, g: Gang, row: int, k: int, slot: int, start: int, stop: int) -> Callable[[], None]:
-        """Enter a copy that reads shared memory [start, stop) into its warp's open group; call the result at its end."""
+        """Enter a copy that reads shared memory [start, stop) into its warp's open group; call the result when done."""
         clock = None
         if self.races is not None:
             unit = self.races.unit

@@ -30,7 +30,8 @@ LEADER = "setp.eq.b32 %p1, %r9, 0;"
 
 @each_schedule
 def test_bar_sync_orders_stores_before_loads(schedule: str) -> None:
-    body = f"{MINE} st.shared.b32 [%r2], %r9; bar.sync 0; xor.b32 %r3, %r2, 256; ld.shared.b32 %r4, [%r3]; st.global.b32 [%rd9], %r4;"
+    body = f"""{MINE} st.shared.b32 [%r2], %r9; bar.sync 0; xor.b32 %r3, %r2, 256;
+    ld.shared.b32 %r4, [%r3]; st.global.b32 [%rd9], %r4;"""
     assert (run(body, 128, threads=128, schedule=schedule) == (np.arange(128) ^ 64)).all()
 
 
@@ -94,8 +95,10 @@ def test_bar_red() -> None:
     ("body", "kind", "message"),
     [
         ("setp.lt.u32 %p1, %r9, 32; @%p1 bar.sync 1, 64; @!%p1 bar.sync 2, 64;", DeadlockFault,
-         r"warps 0 wait for barrier 1 at line 10; .*warps 1 wait for barrier 2.*barrier 1 of block \(0, 0, 0\) has 32 of 64"),
-        ("setp.lt.u32 %p1, %r9, 32; @%p1 bar.sync 1, 64; @!%p1 bar.arrive 1, 96;", BarrierFault, "barrier 1 with .* threads, while"),
+         r"warps 0 wait for barrier 1 at line 10; .*warps 1 wait for barrier 2.*"
+         r"barrier 1 of block \(0, 0, 0\) has 32 of 64"),
+        ("setp.lt.u32 %p1, %r9, 32; @%p1 bar.sync 1, 64; @!%p1 bar.arrive 1, 96;", BarrierFault,
+         "barrier 1 with .* threads, while"),
         ("bar.sync 1, 40;", BarrierFault, "expected a multiple of 32"),
         ("bar.sync 16;", BarrierFault, "expected 0 to 15"),
         ("setp.lt.u32 %p1, %r9, 8; @%p1 bar.sync 0;", DivergedFault, "not all lanes"),
@@ -139,7 +142,10 @@ def test_waiting_at_the_cluster_barrier_without_arriving() -> None:
 
 # -- mbarrier --------------------------------------------------------------------------------------
 
-INIT = f"mov.b32 %r1, smem; {LEADER} @%p1 mbarrier.init.shared::cta.b64 [%r1], 1; fence.mbarrier_init.release.cluster; bar.sync 0;"
+INIT = (
+    f"mov.b32 %r1, smem; {LEADER} @%p1 mbarrier.init.shared::cta.b64 [%r1], 1; "
+    "fence.mbarrier_init.release.cluster; bar.sync 0;"
+)
 
 
 def wait(parity: str, address: str = "%r1") -> str:
@@ -191,14 +197,18 @@ def test_waiting_by_state() -> None:
     [
         (f"{INIT} {wait('0')}", DeadlockFault,
          r"wait for the mbarrier at 0x400, phase 0 at line 10; .*misses 1 of 1 arrivals and 0 bytes"),
-        (f"{INIT} @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 64; {wait('0')}", DeadlockFault, "0 of 1 arrivals and 64 bytes"),
+        (f"{INIT} @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 64; {wait('0')}", DeadlockFault,
+         "0 of 1 arrivals and 64 bytes"),
         (f"{INIT} @%p1 mbarrier.arrive.shared::cta.b64 _, [%r1], 2;", BarrierFault, "at 0x400: 2 arrivals.* misses 1"),
-        (f"{INIT} mbarrier.arrive.shared::cta.b64 _, [%r1+8];", BarrierFault, "no mbarrier was initialised at shared address 0x408"),
-        (f"{INIT} @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 64;", TransactionFault, "ends with a transaction count of 64"),
-        (f"{INIT} @%p1 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 1048576;", TransactionFault, "at most 1048575"),
+        (f"{INIT} mbarrier.arrive.shared::cta.b64 _, [%r1+8];", BarrierFault,
+         "no mbarrier was initialised at shared address 0x408"),
+        (f"{INIT} @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 64;", TransactionFault,
+         "ends with a transaction count of 64"),
+        (f"{INIT} @%p1 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 1048576;", TransactionFault,
+         "at most 1048575"),
         (f"mov.b32 %r1, smem; {LEADER} @%p1 mbarrier.init.shared::cta.b64 [%r1], 0;", BarrierFault, "expected 1 to"),
-        (INIT.replace("bar.sync 0;", "") + "setp.eq.b32 %p2, %r9, 40; @%p2 mbarrier.arrive.shared::cta.b64 _, [%r1];", RaceFault,
-         "reads shared address 0x400, written by warp 0"),
+        (INIT.replace("bar.sync 0;", "") + "setp.eq.b32 %p2, %r9, 40; @%p2 mbarrier.arrive.shared::cta.b64 _, [%r1];",
+         RaceFault, "reads shared address 0x400, written by warp 0"),
     ],
 )  # fmt: skip
 def test_misuse_of_an_mbarrier(body: str, kind: type[Exception], message: str) -> None:

@@ -114,12 +114,15 @@ def test_bulk_load_and_store(schedule: str) -> None:
 
 @each_schedule
 def test_bulk_reduction(schedule: str) -> None:
-    body = BARRIER.replace("BULK", LOAD) + """
+    body = (
+        BARRIER.replace("BULK", LOAD)
+        + """
     @!%p1 bra DONE;
     cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd8], [%r1], 512;
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
     DONE:
     """
+    )
     source, _ = copied(body, schedule)
     assert source == [2 * i for i in range(1, 129)]
 

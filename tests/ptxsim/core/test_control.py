@@ -72,10 +72,10 @@ def test_blocks_and_special_registers() -> None:
 
 
 def test_a_block_of_less_than_a_warp() -> None:
-    body = "vote.sync.ballot.b32 %r1, 1, -1; shfl.sync.up.b32 %r2, %r9, 1, 0, -1; add.s32 %r1, %r1, %r2; st.global.b32 [%rd9], %r1;"
-    body = body.replace(
-        "vote.sync.ballot.b32 %r1, 1, -1;", "setp.eq.b32 %p1, %r9, %r9; vote.sync.ballot.b32 %r1, %p1, -1;"
-    )
+    body = """
+    setp.eq.b32 %p1, %r9, %r9; vote.sync.ballot.b32 %r1, %p1, -1; shfl.sync.up.b32 %r2, %r9, 1, 0, -1;
+    add.s32 %r1, %r1, %r2; st.global.b32 [%rd9], %r1;
+    """
     assert run(body, 20, threads=20).tolist() == [(1 << 20) - 1 + max(i - 1, 0) for i in range(20)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -73,4 +74,4 @@ def test_trace(tmp_path: Path) -> None:
     assert names == ["1 k block (0, 0, 0)", "1 k block (1, 0, 0)"]
     for row in rows:  # a warp does one thing at a time
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == row)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -43,7 +43,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mutated(bundle: Path, root: Path, pattern: str, replacement: str, count: int = 1) -> Path:
-    """A copy of the bundle whose decode PTX differs in the first `count` matches; its manifest records the new bytes."""
+    """A copy of the bundle with the first `count` matches in its decode's PTX changed, and recorded in its manifest."""
     import hashlib
     import shutil
 
