@@ -129,3 +129,17 @@ def test_negative_and_zero_output_scales(gpu: Gpu, kv_format: str, d: int) -> No
         gpu.solve(case, run_options={"out_scale": -3.0}, force_splits=force_splits)
         out, _ = gpu.solve(case, run_options={"out_scale": 0.0}, force_splits=force_splits)
         assert not out.any()
+
+
+@FORMATS
+@DIMS
+@pytest.mark.parametrize("force_splits", [1, 3])
+def test_zero_queries_under_tiny_descales(gpu: Gpu, kv_format: str, d: int, force_splits: int) -> None:
+    """A scale product that underflows must not turn a maximum of -inf into NaN; padded rows of a graph are zero."""
+    case = gpu.case([300, 0, 129], kv_format=kv_format, d=d)
+    case.q[:, ::2] = 0
+    for tiny in (1e-6, 1e-12, 1e-30, 1e-38):
+        k_descale = torch.full((1,), tiny, device=case.q.device)
+        plan = gpu.plan(case, force_splits=force_splits)
+        out, lse = run(plan, case, k_descale=k_descale)
+        check(plan, case, out, lse, k_descale=k_descale)

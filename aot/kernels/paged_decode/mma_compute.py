@@ -40,7 +40,8 @@ class Consumer(MmaTile):
                     amax = cute.arch.fmax(amax, cute.arch.fmax(x, -x))
                 for distance in self.row_shuffles(lanes):
                     amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=distance))
-                exponent = cutlass.min(cutlass.max(ptx.float_bits(amax) >> 23, 15), 254)
+                # From 2^-63 down a row counts as zero: its factor must not drive the score scale to zero.
+                exponent = cutlass.min(cutlass.max(ptx.float_bits(amax) >> 23, 64), 254)
                 up = ptx.bits_to_float((268 - exponent) << 23)
                 p0, p1, p2, p3 = [
                     ptx.pack_f32x2("f16", values[2 * j] * up, values[2 * j + 1] * up) for j in (0, 1, 2, 3)
@@ -73,7 +74,10 @@ class Consumer(MmaTile):
         v_lane = smem + self.ring + (slice_key + (i % 2) * 8 + r) * 128 + ((i // 2) ^ r) * 16
 
         row = row_group * 16 + g
-        exp_scale = [score_scale * LOG2E * ptx.load_shared_f32(smem + ROW_SCALE + (row + 8 * j) * 4) for j in (0, 1)]
+        exp_scale = [
+            self.at_least_tiny(score_scale * LOG2E * ptx.load_shared_f32(smem + ROW_SCALE + (row + 8 * j) * 4))
+            for j in (0, 1)
+        ]
         # Keys below limits[j] are visible to this lane's row j; all rows see keys below `all_visible`.
         if cutlass.const_expr(c.q_len > 1):
             limits = [cutlass.min(length - c.q_len + 1 + (row0 + row + 8 * j) // group_size, length) for j in (0, 1)]

@@ -29,10 +29,10 @@ class Epilogue(MmaTile):
         quad = lane % 4
         for distance in (1, 2):
             l = [x + cute.arch.shuffle_sync_bfly(x, offset=distance) for x in l]
-        # Also keeps anyone from overwriting a stage that another warp still reads.
         if quad == 0:
             for j in cutlass.range_constexpr(2):
                 ptx.store_shared_f32x2(self.stats(smem, key_group, row + 8 * j), (m[j], l[j]))
+        # Also keeps anyone from overwriting a stage that another warp still reads.
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
         for j in cutlass.range_constexpr(2):
             peak = Float32(NEG_INF)
@@ -59,7 +59,7 @@ class Epilogue(MmaTile):
         """One thread a row: total its slices into an output factor and the LSE, or the partial m and l."""
         c = self.config
         if tidx < c.row_tile:
-            natural = score_scale * ptx.load_shared_f32(smem + ROW_SCALE + tidx * 4)
+            natural = self.at_least_tiny(score_scale * ptx.load_shared_f32(smem + ROW_SCALE + tidx * 4))
             peak = Float32(NEG_INF)
             for k in cutlass.range_constexpr(c.key_warps):
                 peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, tidx)))

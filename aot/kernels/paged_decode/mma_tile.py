@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import cutlass
-from cutlass import Int32
+from cutlass import Int32, cute
 
 from cubinery.aot.kernels.paged_decode.abi import kv_map
 from cubinery.runtime.arch import Arch
@@ -13,6 +13,8 @@ from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
 LOG2E = math.log2(math.e)
 NEG_INF = -math.inf
+TINY = 2.0**-126
+"""The smallest normal fp32."""
 
 # Byte offsets in the fixed part of shared memory.
 FULL, EMPTY = 0, 128  # 15 mbarriers each
@@ -51,6 +53,10 @@ class MmaTile:
         self.o_pad = config.merge_pitch
         self.q_smem = config.FIXED_SMEM
         self.ring = config.FIXED_SMEM + config.q_bytes
+
+    def at_least_tiny(self, scale):
+        """A positive scale that underflow has not made zero, so that -inf times it stays -inf."""
+        return cute.arch.fmax(scale, TINY)
 
     def advance(self, stage, phase):
         """The next ring slot and its phase."""
