@@ -295,7 +295,7 @@ class Barriers(Access):
                 self._init(g, row, lane, k, at, arrivals)
                 continue
             key, barrier = self.mbarrier_at(g, row, lane, k, at)
-            self._uses(g, row, lane, k, key)
+            self._uses_mbarrier(g, row, lane, k, key)
             state[row, lane] = barrier.token
             if operation == "inval":
                 del self.mbarriers[key]
@@ -330,7 +330,7 @@ class Barriers(Access):
             self.unfenced.setdefault(int(g.warps[row]), []).append(made)
         self.shared.block.mark(key[0] * self.shared.stride + key[1], key[0] * self.shared.stride + key[1] + 8)
 
-    def _uses(self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int]) -> None:
+    def _uses_mbarrier(self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int]) -> None:
         """Who uses an mbarrier must know that it was initialised: for the race check a read of its bytes."""
         if self.races is not None:
             self.races.touch(self, g, row, lane, k, key[0] * self.shared.stride + key[1], 8)
@@ -403,7 +403,7 @@ class Barriers(Access):
         found = []
         for row, lane in enumerate(lead.tolist()):
             key, barrier = self.mbarrier_at(g, row, lane, k, int(address[row, lane]))
-            self._uses(g, row, lane, k, key)
+            self._uses_mbarrier(g, row, lane, k, key)
             wanted = int(phase[row, lane])
             if parity:
                 # The phase of that parity that is not over, or the one before the current, which is.
