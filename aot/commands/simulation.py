@@ -25,6 +25,9 @@ def simulate(
     for module in ("numpy", "torch"):
         if importlib.util.find_spec(module) is None:
             raise MachineError(f"--sim needs {module}, which is not installed: `pip install {module}`")
+    # Threads of a small matrix product wait for each other longer than one takes; cores are for runs side by side.
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
     from cubinery.aot.ptxsim.schedule import series
     from cubinery.aot.verify import run_all, tasks
     from cubinery.runtime.bundle import open_all
