@@ -117,21 +117,27 @@ class Copies(Barriers):
 
     def tensor_load(
         self, g: Gang, mask: Any, k: int, destination: Any, tensor: Any, coords: tuple[Any, ...], mode: str,
-        barrier: Any, ranks: Any,
+        barrier: Any, ranks: Any, pair: bool,
     ) -> None:  # fmt: skip
-        """cp.async.bulk.tensor from global to shared memory: each executing lane copies one box."""
+        """cp.async.bulk.tensor from global to shared memory: each executing lane copies one box.
+
+        A multicast goes to the same offsets in every CTA of the mask and counts at the barrier there; with
+        cta_group::2 (`pair`) at that of the CTA of the pair whose parity the barrier's address has.
+        """
         destination, barrier = spread(destination, len(g)), spread(barrier, len(g))
         self._check_aligned(g, mask, k, barrier, 8)
         for row, lane, tile in self._tiles(g, mask, k, tensor, coords, mode):
             at, bar = int(destination[row, lane]), int(barrier[row, lane])
             slot, offset = self.mbarrier_key(int(g.cta[row, 0]), at)
-            _, bar_offset = key = self.mbarrier_key(int(g.cta[row, 0]), bar)
+            owner, bar_offset = key = self.mbarrier_key(int(g.cta[row, 0]), bar)
             if ranks is None:
                 targets = [(slot, key)]
-            else:  # the same offsets in every CTA of the mask
+            else:
                 base = int(self.cluster_base[int(g.cta[row, 0])])
                 chosen = tma.multicast(int(spread(ranks, len(g))[row, lane]), self.cluster_size)
-                targets = [(base + rank, (base + rank, bar_offset)) for rank in chosen]
+                parity = (owner - base) % 2
+                counts = [rank - rank % 2 + parity if pair else rank for rank in chosen]
+                targets = [(base + r, (base + at, bar_offset)) for r, at in zip(chosen, counts, strict=True)]
             try:
                 tile.check_shared(offset, self.shared.size)
             except Fault as error:

@@ -391,7 +391,7 @@ def tensor_load(scope: Scope, instr: Instr) -> None:
     mode, count = _mode(mods, rank, "gather4")
     mods.expect("mbarrier::complete_tx::bytes")
     multicast = mods.take("multicast::cluster")
-    mods.choose("cta_group::1", "cta_group::2")  # the barrier's address already says whose it is
+    pair = mods.choose("cta_group::1", "cta_group::2") == "cta_group::2"
     hint = mods.take("L2::cache_hint")
     mods.done()
     operands = instr.operands
@@ -404,7 +404,7 @@ def tensor_load(scope: Scope, instr: Instr) -> None:
     mask = scope.mask(scope.guard(instr.guard))
     scope.emit(
         f"rt.tensor_load(g, {mask}, {_k(scope, instr)}, {destination}, {tensor}, {coords}, {mode!r}, "
-        f"{barrier}, {ranks})"
+        f"{barrier}, {ranks}, {pair})"
     )
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from cubinery.aot.ptxsim.access import Access
 
 ASYNC_AGENTS = 8
-"""Agents of the async proxy a CTA; mbarriers share them in order of first use."""
+"""Agents of the async proxy a CTA: the last is the tensor core's pipe, mbarriers share the others in order of use."""
+PIPE = -(1 << 20)
+"""Stands for the pipe where a barrier's address is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +200,12 @@ class Races:
 
     def async_agent(self, slot: int, barrier: int) -> int:
         """The local agent that stands for the copies that a barrier counts."""
+        if barrier == PIPE:
+            return self.wpc + ASYNC_AGENTS - 1
         found = self._async.get((slot, barrier))
         if found is None:
             number = sum(1 for s, _ in self._async if s == slot)
-            found = self._async[slot, barrier] = self.wpc + number % ASYNC_AGENTS
+            found = self._async[slot, barrier] = self.wpc + number % (ASYNC_AGENTS - 1)
         return found
 
     def async_write(self, rt: Access, g: Gang, row: int, k: int, slot: int, local: int, at: Any) -> int:

@@ -20,7 +20,9 @@ from cubinery.aot.ptxsim.isa import descriptors, instruction_descriptors, tcgen0
 from cubinery.aot.ptxsim.isa.base import Address
 from cubinery.aot.ptxsim.isa.tcgen05_forms import Access, Copy, Mma
 from cubinery.aot.ptxsim.memory import POISON, SHARED_BASE
+from cubinery.aot.ptxsim.races import PIPE
 from cubinery.aot.ptxsim.state import LANES, Gang, spread
+from cubinery.aot.ptxsim.tensor_order import TensorOrder, access_units, address_unit, area_units
 from cubinery.aot.ptxsim.warpgroup import Warpgroup
 
 _PIPE, _STORES = 1 << 24, 1 << 25
@@ -65,6 +67,8 @@ class TensorState:
     clocks: dict[int, dict[int, int]] = field(default_factory=dict)
     """What the steps of a pipe have read: agent to clock, published by the next commit."""
     waiting: list[Waiting] = field(default_factory=list)
+    order: TensorOrder | None = None
+    """None where races are not looked for."""
 
 
 class TensorCore(Warpgroup):
@@ -81,6 +85,8 @@ class TensorCore(Warpgroup):
             cells = np.full(shape, POISON * 0x01010101, np.uint32)
             allocators = [tensor_memory.Allocator() for _ in range(count)]
             self.tensor = TensorState(cells, np.zeros(shape, bool), allocators)
+            if self.races is not None:
+                self.tensor.order = TensorOrder(self.races, count)
         return self.tensor
 
     def tensor_exit(self, slot: int) -> None:
@@ -95,6 +101,8 @@ class TensorCore(Warpgroup):
         state.allocators[slot] = tensor_memory.Allocator()
         state.cells[slot] = POISON * 0x01010101
         state.written[slot] = False
+        if state.order is not None:
+            state.order.reset(slot)
 
     def _group(self, slot: int, group: int) -> tuple[int, ...]:
         """CTA slots that an instruction of a CTA concerns, the even rank first."""
@@ -184,6 +192,9 @@ class TensorCore(Warpgroup):
         for row in _rows(g, mask):
             slot, at, count = int(g.cta[row, 0]), int(address[row, 0]), int(columns[row, 0])
             self._settled(g, k, slot, at & 0xFFFF, (at & 0xFFFF) + count)
+            if (order := self._tensor().order) is not None:
+                area = area_units(np.arange(tensor_memory.LANES), at & 0xFFFF, (at & 0xFFFF) + count)
+                order.free(self, g, row, k, slot, area)
             try:
                 self._tensor().allocators[slot].dealloc(at, count)
             except Fault as error:
@@ -214,10 +225,21 @@ class TensorCore(Warpgroup):
             bases[row] = slot * tensor_memory.CELLS + lane * tensor_memory.COLUMNS + column
         return bases
 
+    def _ordered(self, g: Gang, mask: Any, k: int, form: Access, bases: Any) -> None:
+        """Loads and stores come in order with what others do to the same cells."""
+        order = self._tensor().order
+        for row in _rows(g, mask) if order is not None else ():
+            assert order is not None
+            slot, cell = divmod(int(bases[row]), tensor_memory.CELLS)
+            lane, column = divmod(cell, tensor_memory.COLUMNS)
+            enter = order.store if form.store else order.load
+            enter(self, g, row, k, slot, access_units(form.form) + address_unit(lane << 16 | column))
+
     def tensor_ld(self, g: Gang, mask: Any, k: int, form: Access, address: Any) -> list[Any]:
         """tcgen05.ld and ld.red: the registers, then the reduced value where there is one."""
         self._whole_warps(g, mask, k)
         state, bases = self._tensor(), self._bases(g, mask, k, form, address)
+        self._ordered(g, mask, k, form, bases)
         where = bases[:, None, None, None] + tensor_memory.cells(form.form)
         if self.uninitialised and not state.written.reshape(-1).take(where).all():
             self.fail(UninitialisedFault, "tensor memory that nothing wrote", g, k)
@@ -233,6 +255,7 @@ class TensorCore(Warpgroup):
         """tcgen05.st: lands at the latest at the warp's wait::st."""
         self._whole_warps(g, mask, k)
         state, bases = self._tensor(), self._bases(g, mask, k, form, address)
+        self._ordered(g, mask, k, form, bases)
         registers = np.stack([spread(v, len(g)) for v in values], axis=1)
         for row in _rows(g, mask):
             warp, slot = int(g.warps[row]), int(g.cta[row, 0])
@@ -254,6 +277,9 @@ class TensorCore(Warpgroup):
         if what == "wait::ld":
             self.go_on(g, then)
             return
+        if (order := self._tensor().order) is not None:
+            for warp in g.warps.tolist():
+                order.stores_done(warp)
         self.commit_group(g, None, ST)
         self.wait_group(g, k, then, ST, 0)
 
@@ -261,9 +287,21 @@ class TensorCore(Warpgroup):
 
     def _reads(self, g: Gang, row: int, k: int, queue: int, slot: int, chunks: Any) -> None:
         """The pipe reads shared memory; the next commit publishes that it has."""
-        clock = self.matrix_read(g, row, k, slot, -(1 << 20), chunks)
+        clock = self.matrix_read(g, row, k, slot, PIPE, chunks)
         if clock is not None:
             self._tensor().clocks.setdefault(queue, {})[clock[0]] = clock[1]
+
+    def _touches(
+        self, g: Gang, row: int, k: int, queue: int, slot: int, lanes: Any, columns: tuple[int, int], writes: bool
+    ) -> None:  # fmt: skip
+        """The pipe touches tensor memory; the next commit publishes that it has."""
+        state = self._tensor()
+        if state.order is not None:
+            assert self.races is not None
+            first = queue - _PIPE
+            pipe = (first, self.races.async_agent(first, PIPE))
+            agent, clock = state.order.pipe(self, g, row, k, pipe, slot, area_units(lanes, *columns), writes=writes)
+            state.clocks.setdefault(queue, {})[agent] = clock
 
     def tensor_mma(
         self, g: Gang, mask: Any, k: int, form: Mma, d: Any, a: Any, b: Any, idesc: Any, enable: Any,
@@ -302,6 +340,13 @@ class TensorCore(Warpgroup):
             for first, last in touched:
                 self._columns(g, k, slot, first, last, "tcgen05.mma")
                 self._settled(g, k, slot, first, last, queue)
+            every = np.arange(tensor_memory.LANES)
+            for columns in marks.scale_columns:
+                self._touches(g, row, k, queue, slot, every, columns, False)
+            if marks.a_columns is not None:
+                lanes = marks.d_lanes + tensor_memory.split(o.a)[0] - tensor_memory.split(o.d)[0]
+                self._touches(g, row, k, queue, slot, lanes, marks.a_columns, False)
+            self._touches(g, row, k, queue, slot, marks.d_lanes, marks.d_columns, True)
         place = self.place(g, k)
         ctas = [tcgen05.Cta(self.shared.of(slot), state.cells[slot], SHARED_BASE) for slot in slots]
 
@@ -332,6 +377,8 @@ class TensorCore(Warpgroup):
                 self._reads(g, row, k, queue, slot, tensor_memory.copy_chunks(form.form, matrix))
                 self._columns(g, k, slot, column, column + form.form.columns, "tcgen05.cp")
                 self._settled(g, k, slot, column, column + form.form.columns, queue)
+                lanes = form.form.lanes() + tensor_memory.split(at)[0]
+                self._touches(g, row, k, queue, slot, lanes, (column, column + form.form.columns), True)
 
             def run(slots: tuple[int, ...] = slots, matrix: Any = matrix, at: int = at) -> None:
                 lane, column = tensor_memory.split(at)
@@ -356,6 +403,8 @@ class TensorCore(Warpgroup):
 
             for slot in slots:
                 self._columns(g, k, slot, column, column + 8, "tcgen05.shift")
+                lanes = np.arange(32) + tensor_memory.split(at)[0]
+                self._touches(g, row, k, _PIPE + slots[0], slot, lanes, (column, column + 8), True)
             step = Step(run, slots, (column, column + 8), line=self.kernel.instrs[k].line)
             self._push(_PIPE + slots[0], slots[0], step)
 
