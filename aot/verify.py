@@ -127,7 +127,7 @@ def run(task: Task, tracer: ChromeTrace | None = None, progress: Callable[[int, 
     )
     error = deviation = ""
     try:
-        found = _decode(driver, task)
+        found = decode(driver, task)
         deviation = str(found)
         if not found.within(tolerances.PAGED_DECODE["mma"]):
             error = f"far from the reference: {found}"
@@ -137,8 +137,8 @@ def run(task: Task, tracer: ChromeTrace | None = None, progress: Callable[[int, 
     return Outcome(task.key, task.schedule, error, deviation, done.instructions, done.seconds, driver.ctas)
 
 
-def _decode(driver: SimDriver, task: Task) -> tolerances.Deviation:
-    """A paged decode of the artifact's configuration, against the reference."""
+def decode(driver: SimDriver, task: Task) -> tolerances.Deviation:
+    """A paged decode of the artifact's configuration, against the reference. Raises Fault."""
     from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
     config, _ = parse_key(task.key)
@@ -149,14 +149,14 @@ def _decode(driver: SimDriver, task: Task) -> tolerances.Deviation:
     problem = decode_problem(config, group, keys)
     with watching(driver):
         driver.register_tensors(**problem)
-        decode = PagedDecode(
+        op = PagedDecode(
             library, head_dim=config.head_dim, page_size=config.page_size, kv_format=config.kv_format,
             q_len=config.q_len, causal=config.causal, q_dtype=config.q_dtype, impl=config.impl,
             row_tile=config.row_tile, ctas_per_sm=config.ctas_per_sm, pdl=config.pdl,
         )  # fmt: skip
-        if decode.keys(group)[0] != task.key:
-            raise SimError(f"{task.key}: the public call picks {decode.keys(group)[0]} for its configuration")
-        plan = decode.plan(list(keys), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS, force_splits=SPLITS)
+        if op.keys(group)[0] != task.key:
+            raise SimError(f"{task.key}: the public call picks {op.keys(group)[0]} for its configuration")
+        plan = op.plan(list(keys), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS, force_splits=SPLITS)
         o, lse = plan.run(*problem.values())
     q, k, v, table = problem.values()
     expected = paged_attention(q, k, v, table, keys, q_len=config.q_len, causal=config.causal)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,8 @@ class SimDriver:
     """Sums over all launches."""
     ctas: int = 0
     """CTAs of all launches."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """PTX by artifact key, executed instead of what the bundle keeps: for looking at a change of it."""
 
     def __post_init__(self) -> None:
         self._chip = resolve(self.arch)
@@ -118,7 +120,7 @@ class SimDriver:
                 "build it from a spec that says `emit: [ptx]`"
             )
         bundle, file, key = self._ptx[digest]
-        text = bundle.read(file).decode()
+        text = self.texts[key] if key in self.texts else bundle.read(file).decode()
         return SimModule(device, parse(text, key), read_cubin(image).kernels, key)
 
     def get_kernel(self, module: SimModule, symbol: str) -> SimKernel:
