@@ -288,6 +288,7 @@ class Barriers(Access):
         tx = None if tx is None else spread(tx, len(g))
         state = np.zeros(shape, np.uint64)
         active = np.ones(shape, bool) if mask is None else mask
+        ended: set[tuple[int, tuple[int, int]]] = set()
         for row, lane in np.argwhere(active).tolist():
             at = int(address[row, lane])
             arrivals = 1 if count is None else int(count[row, lane])
@@ -305,7 +306,13 @@ class Barriers(Access):
                     g, row, lane, k, key, barrier, int(tx[row, lane]) * (-1 if operation == "complete_tx" else 1)
                 )
             if operation in ("arrive", "arrive_drop"):
+                if (row, key) in ended:
+                    detail = f"the lanes of one arrival at {at:#x} end a phase of {barrier.count} and go on in the next"
+                    self.fail(BarrierFault, detail, g, k, _one(g, row, lane))
+                phase = barrier.phase
                 self._arrive_mbarrier(g, row, lane, k, key, barrier, arrivals, operation == "arrive_drop", complete)
+                if barrier.phase != phase:
+                    ended.add((row, key))
             elif operation == "complete_tx":
                 self.mbarrier_advance(key, barrier)
         return state

@@ -23,3 +23,17 @@ def test_one_arrival_in_each_phase_is_fine() -> None:
     END: st.global.b32 [%rd9], %r9;
     """
     assert run(body, 64, threads=64).tolist() == list(range(64))
+
+
+@pytest.mark.parametrize("count", [32, 31])
+def test_lanes_of_one_arrival_belong_to_one_phase(count: int) -> None:
+    """With a count too small by one, the last lane's arrival counts in the next phase: what it read is unprotected."""
+    body = f"""
+    mov.b32 %r1, smem; setp.eq.u32 %p1, %r9, 0; @%p1 mbarrier.init.shared::cta.b64 [%r1], {count}; bar.warp.sync -1;
+    mbarrier.arrive.release.cta.shared::cta.b64 _, [%r1];
+    """
+    if count == 32:
+        run(body)
+    else:
+        with pytest.raises(BarrierFault, match="end a phase of 31 and go on in the next"):
+            run(body)
