@@ -335,3 +335,24 @@ def test_host_time_for_256_sequences() -> None:
     """A loose bound, for shared test machines; benchmarks hold the real one (100 us)."""
     seq_lens = np.random.default_rng(5).integers(1, 65536, 256).tolist()
     assert min(timeit.repeat(lambda: h200(seq_lens, 8), number=5, repeat=10)) / 5 < 1e-3
+
+
+# -- what the kernels read -------------------------------------------------------------------------
+
+
+@given(
+    seq_lens=st.lists(st.integers(0, 5000), min_size=1, max_size=12), heads=st.integers(1, 8), spare=st.integers(0, 40),
+    policy=st.sampled_from(["thor", "balanced"]),
+)  # fmt: skip
+def test_device_work_spells_the_plan_in_keys(seq_lens: list[int], heads: int, spare: int, policy: Any) -> None:
+    """Keys instead of tiles, ends inside the sequence, -1 for "not split" and in every field of a padding item."""
+    options: dict[str, Any] = {"num_kv_heads": heads, "q_tiles": 1, "sm_count": 20, "ctas_per_sm": 2, "policy": policy}
+    plan = plan_splits(seq_lens, **options)
+    plan = plan_splits(seq_lens, **options, pad_to=plan.num_items + spare)
+    device = plan.device_work(np.array(seq_lens, np.int32))
+    assert device.shape == (plan.num_work, 4)
+    assert (device[plan.num_items :] == -1).all()
+    for (seq, begin, end, slot), item in zip(device.tolist(), plan.work[: plan.num_items].tolist(), strict=False):
+        assert (seq, begin) == (item[0], item[1] * TILE)
+        assert end == min(item[2] * TILE, seq_lens[seq])
+        assert slot == (item[3] if plan.splits[seq, 0] > 1 else -1)

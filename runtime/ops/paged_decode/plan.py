@@ -207,7 +207,8 @@ class Plan:
         return max(int(self._lengths.max()), bound)
 
     def _send(self, splits: SplitPlan, lengths: Any, stream: int) -> None:
-        self._upload.write([splits.device_work(lengths), splits.splits, lengths.astype(np.int32), _ONE], stream)
+        narrow = lengths.astype(np.int32)
+        self._upload.write([splits.device_work(narrow), splits.splits, narrow, _ONE], stream)
         self._lengths = lengths
         self._ordered = stream
 

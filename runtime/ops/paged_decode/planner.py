@@ -47,6 +47,8 @@ FINEST = 3
 NEARLY_LEAST = 1.02
 """An estimate this close to the least is as good, and fewer items cost less traffic and planning."""
 
+_DEVICE_UNITS = np.array([1, TILE_KEYS, TILE_KEYS, 1], np.int32)
+
 _ESTIMATE_ELEMENTS = 2048
 """Candidates times groups of sequences that the search evaluates, about."""
 
@@ -78,22 +80,22 @@ class SplitPlan:
         """Items of the most finely cut sequence."""
         return int(self.splits[:, 0].max())
 
-    def device_work(self, lengths: Ints) -> Int32s:
+    def device_work(self, lengths: Int32s) -> Int32s:
         """`work` as the decode kernel reads it, in one load and without a look at `seq_lens`, (num_work, 4):
 
         sequence (-1 for a padding item), first key, end key (never past the sequence's end), and the partial
         slot, or -1 where the sequence is not split and the result goes straight to O.
         """
-        items = self.work[: self.num_items]
-        seq = items[:, 0]
-        device = np.full((self.num_work, 4), -1, np.int32)
-        real = device[: self.num_items]
-        real[:, 0] = seq
-        np.multiply(items[:, 1:3], TILE_KEYS, out=real[:, 1:3])
-        np.minimum(real[:, 2], lengths[seq], out=real[:, 2], casting="unsafe")
-        real[:, 3] = (
-            items[:, 3] if self.num_partials == self.num_items else np.where(self.splits[seq, 0] > 1, items[:, 3], -1)
-        )
+        seq = self.work[:, 0]
+        device: Int32s = self.work * _DEVICE_UNITS
+        ends = device[:, 2]
+        np.minimum(ends, lengths.take(seq), out=ends)
+        if not self.num_partials:
+            device[:, 3] = -1
+        elif self.num_partials < self.num_items:
+            device[self.splits[:, 0].take(seq) < 2, 3] = -1
+        if self.num_items < self.num_work:
+            device[self.num_items :] = -1
         return device
 
 
