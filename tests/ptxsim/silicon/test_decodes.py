@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ptxsim.silicon.decodes import decode, decode_keys, load, problem
+from ptxsim.silicon.decodes import LENGTHS, decode, decode_keys, load, problem
 
-from cubinery.aot import verify
 from cubinery.aot.builder import BuildOptions, build
 from cubinery.aot.ptxsim.driver import SimDriver
 from cubinery.aot.references import tolerances
@@ -49,7 +48,7 @@ def test_simulator_chip_and_reference_agree(smoke: Path) -> None:
         config, _, tensors, _ = problem(key)
         assert silicon.inputs == mine.inputs, f"{key}: its problem has changed: run record.py on a GPU"
         q, k, v, table = tensors.values()
-        reference = paged_attention(q, k, v, table, verify.LENGTHS, q_len=config.q_len, causal=config.causal)
+        reference = paged_attention(q, k, v, table, LENGTHS, q_len=config.q_len, causal=config.causal)
         expected = [np.asarray(x) for x in reference]
         for what, pair, other in (
             ("simulator and chip", mine, (silicon.o, silicon.lse)),
