@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from cubinery.aot.ptxsim.faults import Fault, MisalignedFault, OutOfBoundsFault, Place, UninitialisedFault
+from cubinery.aot.ptxsim.dependent import READ, WRITTEN, Footprint
+from cubinery.aot.ptxsim.faults import Fault, MisalignedFault, OutOfBoundsFault, Place, RaceFault, UninitialisedFault
 from cubinery.aot.ptxsim.isa.atomics import atomic as atomic_operation
 from cubinery.aot.ptxsim.memory import (
     GENERIC,
@@ -14,6 +15,7 @@ from cubinery.aot.ptxsim.memory import (
     SHARED_BASE,
     WIDTHS,
     AccessError,
+    Allocation,
     Block,
     GlobalMemory,
     SharedMemory,
@@ -47,6 +49,12 @@ class Access:
     races: Races | None
     uninitialised: bool
     """Report reads of memory that was never written."""
+    footprint: Footprint | None
+    """Records what this launch touches, for a dependent launch that may overlap with it."""
+    predecessor: Footprint | None
+    """What the launch before touched, where this one may overlap with it."""
+    waited: Any
+    """CTA slots that have executed griddepcontrol.wait: bool (slots,)."""
 
     # -- faults --------------------------------------------------------------------------------
 
@@ -204,6 +212,8 @@ class Access:
                 bad = found.block.unwritten(index, width, count, wanted)
                 if bad is not None and bad.any():
                     self._unwritten(g, mask, k, address, bad, "global")
+            if self.footprint is not None or self.predecessor is not None:
+                self._overlaps(g, mask, k, found, spread(index, len(g)), self.active(g, mask), size, False)
             return found.block.load(index, width, count)
         return self._load_pieces(g, mask, k, address, width, count, wanted)
 
@@ -221,6 +231,9 @@ class Access:
                     bad = np.zeros(address.shape, bool)
                     bad[inside] = missing
                     self._unwritten(g, mask, k, address, bad, "global")
+            if self.footprint is not None or self.predecessor is not None:
+                where = (address - np.uint64(found.origin)).astype(np.int64)
+                self._overlaps(g, mask, k, found, where, inside, width * count, False)
             for out, values in zip(result, found.block.load(index, width, count), strict=True):
                 out[inside] = values
         return result
@@ -242,7 +255,25 @@ class Access:
         address = spread(address, len(g))
         for found, inside in self._pieces(g, mask, k, address, size):
             index = (address[inside] - np.uint64(found.origin)).astype(np.int64)
+            if self.footprint is not None or self.predecessor is not None:
+                where = (address - np.uint64(found.origin)).astype(np.int64)
+                self._overlaps(g, mask, k, found, where, inside, size, True)
             found.block.store(index, width, tuple(np.broadcast_to(v, address.shape)[inside] for v in values))
+
+    def _overlaps(
+        self, g: Gang, mask: Any, k: int, found: Allocation, index: Any, inside: Any, size: int, writes: bool
+    ) -> None:
+        """Report what the launch before may still be at, and record for the launch after. `inside`: the lanes."""
+        if self.predecessor is not None:
+            early = inside & ~self.waited[g.cta]
+            bad = self.predecessor.touched(found, index[early], size, READ | WRITTEN if writes else WRITTEN)
+            if bad is not None:
+                lanes = np.zeros(early.shape, bool)
+                lanes[early] = bad
+                does = "writes what the launch before uses" if writes else "reads what the launch before writes"
+                self.fail(RaceFault, f"without griddepcontrol.wait {does}: {found.name}", g, k, lanes)
+        if self.footprint is not None:
+            self.footprint.record(found, index[inside], size, WRITTEN if writes else READ)
 
     def load_fixed_param(self, g: Gang, mask: Any, k: int, address: Any, *rest: Any) -> tuple[Any, ...]:
         """ld.param of a named parameter: the same array every time, so that gangs that join see one value."""
@@ -362,6 +393,9 @@ class Access:
                 continue
             for found, inside in self._pieces(g, lanes, k, offset, width):
                 index = (offset[inside] - np.uint64(found.origin)).astype(np.int64)
+                if self.footprint is not None or self.predecessor is not None:
+                    whole = (offset - np.uint64(found.origin)).astype(np.int64)
+                    self._overlaps(g, lanes, k, found, whole, inside, width, True)
                 some = [o[inside[lanes]] for o in operands]
                 old[inside] = _apply(found.block, index, function, some, dtype, width)
         return old

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cubinery.aot.inspect import KernelInfo, read_cubin
+from cubinery.aot.ptxsim.dependent import Footprint
 from cubinery.aot.ptxsim.errors import SimError
 from cubinery.aot.ptxsim.faults import LaunchFault
 from cubinery.aot.ptxsim.machine import Checks, Machine, Tracer
@@ -75,6 +76,9 @@ class SimDriver:
     """CTAs of all launches."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """PTX by artifact key, executed instead of what the bundle keeps: for looking at a change of it."""
+
+    footprint: Footprint | None = None
+    """What the last launch touched, where it let a dependent launch overlap with it."""
 
     def __post_init__(self) -> None:
         self._chip = resolve(self.arch)
@@ -222,8 +226,10 @@ class SimPrepared:
             resident=driver.resident,
             tracer=driver.tracer,
             progress=driver.progress,
+            predecessor=driver.footprint if config.pdl else None,
         )
         machine.run()
+        driver.footprint = machine.footprint
         driver.counters.instructions += machine.counters.instructions
         driver.counters.segments += machine.counters.segments
         driver.counters.seconds += machine.counters.seconds

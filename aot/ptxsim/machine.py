@@ -11,6 +11,7 @@ import numpy as np
 
 from cubinery.aot.ptxsim.barriers import Barriers, Parked
 from cubinery.aot.ptxsim.bulk import BulkCopies
+from cubinery.aot.ptxsim.dependent import Footprint
 from cubinery.aot.ptxsim.faults import DeadlockFault, DivergedFault, LaunchFault, TransactionFault, TrapFault
 from cubinery.aot.ptxsim.groups import Groups
 from cubinery.aot.ptxsim.heap import keep_freed_memory
@@ -67,8 +68,12 @@ class Machine(TensorCore, BulkCopies, Barriers):
         resident: int = 64,
         tracer: Tracer | None = None,
         progress: Callable[[int, int], None] | None = None,
+        predecessor: Footprint | None = None,
     ) -> None:
-        """`params` in the layout of the PTX. At most `resident` CTAs run at a time (whole clusters)."""
+        """`params` in the layout of the PTX. At most `resident` CTAs run at a time (whole clusters).
+
+        `predecessor` is what the launch before touched, where this one may overlap with it.
+        """
         self.kernel, self.memory, self.checks, self.tracer, self.progress = kernel, memory, checks, tracer, progress
         self.grid, self.block, self.cluster, self.dynamic_smem = grid, block, cluster, dynamic_smem
         self.schedule = schedule or Fair()
@@ -84,6 +89,9 @@ class Machine(TensorCore, BulkCopies, Barriers):
         local = slots * self.wpc * LANES * kernel.local_size
         self.local = Block(np.full(local, 0xFF, np.uint8), np.zeros(local, np.uint8) if checks.uninitialised else None)
         self.rank = np.arange(slots) % self.cluster_size
+        lets_go = any(i.opcode == "griddepcontrol" and "launch_dependents" in i.modifiers for i in kernel.instrs)
+        self.footprint = Footprint() if checks.races and lets_go else None
+        self.predecessor, self.waited = predecessor if checks.races else None, np.zeros(slots, bool)
         self.cluster_base = np.arange(slots) - self.rank
         self.block_index = np.zeros((slots, 3), np.int64)
         self.races = (
@@ -315,6 +323,7 @@ class Machine(TensorCore, BulkCopies, Barriers):
             )
             self.block_index[slot + rank] = [a * c + w for a, c, w in zip(at, self.cluster, within, strict=True)]
         self.next_cta += self.cluster_size
+        self.waited[slot : slot + self.cluster_size] = False
         first, count = slot * self.wpc, self.cluster_size * self.wpc
         self.live[first : first + count] = np.tile(self._threads_of_cta, (self.cluster_size, 1))
         warps = np.arange(first, first + count)
@@ -495,7 +504,9 @@ def _handlers(m: Machine) -> dict[str, Callable[[Gang, int, Compiled, tuple[Any,
             m.commit_group(g, g.mask, kind)
         m.wait_group(g, k, compiled.segment.follow, kind, most)
 
-    def passes(g: Gang, _k: int, compiled: Compiled, _operands: tuple[Any, ...]) -> None:
+    def passes(g: Gang, k: int, compiled: Compiled, _operands: tuple[Any, ...]) -> None:
+        if m.kernel.instrs[k].opcode == "griddepcontrol":
+            m.waited[g.cta] = True
         m.go_on(g, compiled.segment.follow)  # launches follow each other, so there is nothing to wait for
 
     def tensor(g: Gang, k: int, compiled: Compiled, operands: tuple[Any, ...]) -> None:
