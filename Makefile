@@ -24,7 +24,7 @@ ARCHS := $(subst $(comma), ,$(ARCH))
 ARCH_FLAGS  = $(foreach a,$(ARCHS),--arch $(a))
 BUILD_FLAGS = $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) --out $(OUT) $(if $(JOBS),--jobs $(JOBS))
 
-.PHONY: help kernels test lint format type contract wheel gpu-test sanitize bench bench-host bench-build clean distclean install need-arch
+.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize bench bench-host bench-build clean distclean install need-arch
 
 help:  ## Show this list
 	@echo "Targets (variables: ARCH, SPEC, OUT, JOBS, BUNDLE, DIST, PYTEST_ARGS, PYTHON):"
@@ -77,6 +77,10 @@ type: $(STAMP)  ## mypy, strict
 
 contract: $(STAMP)  ## import-linter: imports point down
 	@$(VENV)/bin/lint-imports --no-logo
+
+demo: $(STAMP)  ## Build a small sm_110a bundle and run it, here on the simulator if no GPU fits (ARCH=... for another)
+	@$(PY) build_kernels.py build $(or $(ARCH_FLAGS),--arch sm_110a) --spec kernel_specs/demo/paged_decode.yaml --out build/demo
+	@PYTHONPATH=src OPENBLAS_NUM_THREADS=1 $(PY) examples/demo.py build/demo
 
 # The next two run on a machine with a GPU, a prebuilt bundle and no compiler: no set-up, any Python with the
 # run-time dependencies and pytest.
