@@ -202,15 +202,16 @@ class Barriers(Access):
     # -- cluster barriers ----------------------------------------------------------------------
 
     def cluster_arrive(self, g: Gang, mask: Any, k: int, release: bool) -> None:
-        """barrier.cluster.arrive."""
+        """barrier.cluster.arrive: each thread for itself, so that lanes of a warp may come one after the other."""
+        active = np.ones((len(g), LANES), bool) if mask is None else mask
         for row in range(len(g)):
-            if mask is None or mask[row].any():
+            if lanes := _bits(active[row]):
                 base = int(self.cluster_base[int(g.cta[row, 0])])
                 state = self.clusters.setdefault(base, ClusterBarrier())
                 warp = int(g.warps[row])
-                if warp in state.arrived:
+                if state.arrived.get(warp, 0) & lanes:
                     self.fail(BarrierFault, "arrives twice at the cluster barrier", g, k, _one(g, row))
-                state.arrived.add(warp)
+                state.arrived[warp] = state.arrived.get(warp, 0) | lanes
                 fenced = self.fence_clocks.pop(warp, None)
                 if self.races is not None and (release or fenced is not None):
                     if state.known is None:
@@ -227,11 +228,11 @@ class Barriers(Access):
         for row in range(len(g)):
             base = int(self.cluster_base[int(g.cta[row, 0])])
             state = self.clusters.setdefault(base, ClusterBarrier())
-            warp = int(g.warps[row])
-            if warp in state.passed:  # its phase is complete
-                state.passed.discard(warp)
+            warp, lanes = int(g.warps[row]), _bits(g.lanes()[row])
+            if not lanes & ~state.passed.get(warp, 0):  # its phase is complete
+                state.passed[warp] &= ~lanes
                 self._cluster_pass(state, parked, row)
-            elif warp in state.arrived:
+            elif not lanes & ~state.arrived.get(warp, 0):
                 state.waiting.append((parked, row))
             else:
                 self.fail(BarrierFault, "waits at the cluster barrier without having arrived", g, k, _one(g, row))
@@ -248,15 +249,14 @@ class Barriers(Access):
         if state is None:
             return
         first, last = base * self.wpc, (base + self.cluster_size) * self.wpc
-        alive = set((np.flatnonzero(self.live[first:last].any(axis=1)) + first).tolist())
-        if not alive or not alive <= state.arrived:
+        alive = {warp: _bits(self.live[warp]) for warp in range(first, last) if self.live[warp].any()}
+        if not alive or any(lanes & ~state.arrived.get(warp, 0) for warp, lanes in alive.items()):
             return
-        waiting, arrived = state.waiting, state.arrived
+        waiting = state.waiting
         state.published, state.known = state.known, None
-        state.waiting, state.arrived = [], set()
-        state.passed |= arrived & alive
+        state.waiting, state.arrived, state.passed = [], {}, alive
         for parked, row in waiting:
-            state.passed.discard(int(parked.gang.warps[row]))
+            state.passed[int(parked.gang.warps[row])] &= ~_bits(parked.gang.lanes()[row])
             self._cluster_pass(state, parked, row)
 
     # -- mbarriers -----------------------------------------------------------------------------
@@ -446,12 +446,18 @@ class Barriers(Access):
 class ClusterBarrier:
     """The barrier of a cluster."""
 
-    arrived: set[int] = field(default_factory=set)
+    arrived: dict[int, int] = field(default_factory=dict)
+    """Lanes of each warp that have arrived, as bits."""
     waiting: list[tuple[Parked, int]] = field(default_factory=list)
-    passed: set[int] = field(default_factory=set)
-    """Warps whose phase completed before they waited."""
+    passed: dict[int, int] = field(default_factory=dict)
+    """Lanes of each warp whose phase completed before they waited."""
     known: Any = None
     published: Any = None
+
+
+def _bits(lanes: Any) -> int:
+    """A row of lanes as a number."""
+    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
 
 
 def _one(g: Gang, row: int, lane: int = -1) -> Any:

@@ -37,3 +37,16 @@ def test_lanes_of_one_arrival_belong_to_one_phase(count: int) -> None:
     else:
         with pytest.raises(BarrierFault, match="end a phase of 31 and go on in the next"):
             run(body)
+
+
+@pytest.mark.parametrize("schedule", ["fair", "priorities:0", "priorities:1", "delays:0"])
+def test_lanes_of_a_warp_arrive_at_the_cluster_barrier_one_by_one(schedule: str) -> None:
+    """9.7.13.3: without .aligned the threads of a warp need not arrive together."""
+    body = """
+    setp.ne.u32 %p1, %r9, 0; @%p1 bra JOIN; mov.b32 %r1, 1; JOIN:
+    barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+    setp.ne.u32 %p1, %r9, 5; @%p1 bra AGAIN; barrier.cluster.arrive; barrier.cluster.wait; bra END;
+    AGAIN: barrier.cluster.arrive; barrier.cluster.wait;
+    END: st.global.b32 [%rd9], %r9;
+    """
+    assert run(body, 64, threads=64, schedule=schedule).tolist() == list(range(64))
