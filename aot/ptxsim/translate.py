@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cubinery.aot.ptxsim.accumulators import misuses
 from cubinery.aot.ptxsim.codegen import Scope, build, segment_source
 from cubinery.aot.ptxsim.emit import emit, wait
 from cubinery.aot.ptxsim.errors import SimError
@@ -48,6 +49,7 @@ class Translation:
         self._used = frozenset(r for s in cut for i in s.all for r in used(i))
         self.unit = min((_unit(instr) for instr in self.instrs), default=4)
         """Bytes of shared memory that the race check tells apart."""
+        self._misuses = misuses(cut)
         self.segments = [self._compile(segment) for segment in cut]
 
     # -- addresses -----------------------------------------------------------------------------
@@ -104,9 +106,14 @@ class Translation:
         """Registers that anything reads: a load into any other need not find it written."""
         return self._used
 
+    def _emit(self, scope: Scope, instr: Instr) -> None:
+        if id(instr) in self._misuses:
+            scope.emit(f"rt.wgmma_misuse(g, {self.index(instr)}, {self._misuses[id(instr)]!r})")
+        emit(scope, instr)
+
     def _compile(self, segment: Segment) -> Compiled:
         scope = Scope(self)
-        source = segment_source(scope, segment, emit, wait)
+        source = segment_source(scope, segment, self._emit, wait)
         mask, slot = None, -1
         if segment.converge is not None:
             if isinstance(segment.converge, Register):

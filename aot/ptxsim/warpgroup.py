@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cubinery.aot.ptxsim.copies import Copies
-from cubinery.aot.ptxsim.faults import DescriptorFault, Fault, UninitialisedFault
+from cubinery.aot.ptxsim.faults import DescriptorFault, Fault, RaceFault, UninitialisedFault
 from cubinery.aot.ptxsim.isa import wgmma
 from cubinery.aot.ptxsim.memory import SHARED_BASE
 from cubinery.aot.ptxsim.state import Gang, spread
@@ -87,6 +87,11 @@ class Warpgroup(Copies):
                 self.fail(type(error), error.detail, g, k)
             result[rows] = new[place[rows]]
         return list(result.transpose(1, 0, 2))
+
+    def wgmma_misuse(self, g: Gang, k: int, detail: str) -> None:
+        """An instruction that accumulators.py found to be wrong is executed."""
+        if self.races is not None:
+            self.fail(RaceFault, detail, g, k)
 
     def _warpgroup_reads(self, g: Gang, rows: list[int], k: int, slot: int, chunks: tuple[Any, Any]) -> None:
         for row in rows:

@@ -76,3 +76,30 @@ def test_operands_need_fence_barrier_and_contents() -> None:
         launch(SETUP, PROXY, SYNC, DESCRIPTORS.replace("4096", "6144"), MMA, WAIT, END)
     with pytest.raises(DescriptorFault, match="expected 0x400 to"):
         launch(SETUP, PROXY, SYNC, DESCRIPTORS.replace("4096", "12288"), MMA, WAIT, END)
+
+
+@pytest.mark.parametrize(
+    ("broken", "detail"),
+    [
+        (MMA.replace("wgmma.fence.sync.aligned;", "") + WAIT, "touched after the last wgmma.fence"),
+        (MMA, "no wgmma.wait_group has waited for"),
+        (MMA + WAIT.replace(" 0;", " 1;"), "no wgmma.wait_group has waited for"),
+        (MMA.replace("wgmma.commit_group.sync.aligned;", "") + WAIT, "no wgmma.wait_group has waited for"),
+        (MMA + "mov.b32 %r33, 0;" + WAIT, "no wgmma.wait_group has waited for"),
+        (MMA + WAIT + "add.f32 %r32, %r32, %r32;" + MMA.replace("wgmma.fence.sync.aligned;", "") + WAIT, "wgmma.fence"),
+    ],
+)
+def test_registers_of_a_product_are_not_touched(broken: str, detail: str) -> None:
+    with pytest.raises(RaceFault, match=detail):
+        launch(SETUP, PROXY, SYNC, DESCRIPTORS, broken, END)
+
+
+def test_a_group_that_was_waited_for_is_free_in_a_loop() -> None:
+    """Two groups in flight: the wait of each round frees the registers of the round before."""
+    second = MMA.replace("%r31, %r32, %r33, %r34", "%r41, %r42, %r43, %r44")
+    body = f"""
+    mov.b32 %r41, %r31; mov.b32 %r42, %r31; mov.b32 %r43, %r31; mov.b32 %r44, %r31; mov.b32 %r50, 0;
+    LOOP: {MMA} {second} wgmma.wait_group.sync.aligned 1; add.f32 %r60, %r31, %r32;
+    {WAIT} add.u32 %r50, %r50, 1; setp.lt.u32 %p6, %r50, 3; @%p6 bra LOOP;
+    """
+    assert launch(SETUP, PROXY, SYNC, DESCRIPTORS, body, END)[0] == 1.0
