@@ -189,13 +189,21 @@ class BulkCopies(Copies):
         if form.mask is not None:
             base = int(self.cluster_base[cta])
             places = [(base + rank, (base + rank, key[1])) for rank in tma.multicast(ranks, self.cluster_size)]
+        source = None
+        if form.source != "global" and self.races is not None:
+            unit, local = self.races.unit, self.races.async_agent(slot, -1 - int(g.warps[row]))
+            units = np.arange(start // unit, (start + size) // unit)
+            value = self.races.async_read(self, g, row, k, slot, local, units)
+            source = (self.races.agent(slot, local), value)
         for slot_, key_ in places:
-            self._bulk_load(g, row, k, slot_, offset, size, key_, read, combine)
+            self._signalled(g, row, lane, k, key_)
+            self._bulk_load(g, row, k, slot_, offset, size, key_, read, combine, source)
 
     def _bulk_load(
         self, g: Gang, row: int, k: int, slot: int, offset: int, size: int, key: tuple[int, int],
-        read: Callable[[], Any], combine: Callable[[Any, Any], Any] | None,
+        read: Callable[[], Any], combine: Callable[[Any, Any], Any] | None, source: tuple[int, int] | None,
     ) -> None:  # fmt: skip
+        """`source` is what the end of reading shared memory publishes: an agent and its clock."""
         start = self._bulk_place(slot, offset, size)
         clock = None
         if self.races is not None:
@@ -207,6 +215,9 @@ class BulkCopies(Copies):
             place = self.shared.block.data[start : start + size]
             place[:] = read() if combine is None else combine(place, read())
             self.shared.block.mark(start, start + size)
+            barrier = self.mbarriers.get(key)
+            if source is not None and barrier is not None:
+                barrier.known[:, source[0]] = np.maximum(barrier.known[:, source[0]], source[1])
             self.complete_tx(key, size, clock)
 
         self.issue(0, slot, land)

@@ -146,9 +146,8 @@ class Copies(Barriers):
             for slot, key in targets:
                 self._load_tile(g, row, lane, k, tile, slot, offset, key)
 
-    def _load_tile(
-        self, g: Gang, row: int, lane: int, k: int, tile: tma.Tile, slot: int, offset: int, key: tuple[int, int]
-    ) -> None:
+    def _signalled(self, g: Gang, row: int, lane: int, k: int, key: tuple[int, int]) -> None:
+        """The mbarrier that a copy completes at must exist, and the async proxy must see it."""
         if key not in self.mbarriers:
             where = np.zeros((len(g), LANES), bool)
             where[row, lane] = True
@@ -156,6 +155,11 @@ class Copies(Barriers):
         if self.races is not None and not self.mbarriers[key].fenced:
             detail = f"the mbarrier at {key[1]:#x} was initialised and not made visible to the async proxy by a fence"
             self.fail(ProxyFault, detail, g, k)
+
+    def _load_tile(
+        self, g: Gang, row: int, lane: int, k: int, tile: tma.Tile, slot: int, offset: int, key: tuple[int, int]
+    ) -> None:
+        self._signalled(g, row, lane, k, key)
         start = slot * self.shared.stride + offset
         clock = None
         if self.races is not None:

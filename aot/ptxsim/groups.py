@@ -16,6 +16,8 @@ class Group:
 
     left: int = 0
     """Copies not finished."""
+    entered: int = 0
+    """Copies in all."""
 
 
 @dataclass(slots=True)
@@ -27,11 +29,14 @@ class Groups:
     waiting: dict[Key, list[tuple[int, Callable[[], None]]]] = field(default_factory=dict)
     clocks: dict[Key, dict[int, Any]] = field(default_factory=dict)
     """What finished copies publish to their warp: agent to clock."""
+    covered: dict[Key, int] = field(default_factory=dict)
+    """Committed groups that the warp has waited for."""
 
     def add(self, key: Key, clock: tuple[int, int] | None) -> Callable[[], None]:
         """Enter a copy into the open group; call the result when it has finished."""
         group = self.open.setdefault(key, Group())
         group.left += 1
+        group.entered += 1
 
         def done() -> None:
             group.left -= 1
@@ -53,10 +58,16 @@ class Groups:
 
     def wait(self, key: Key, most: int, ready: Callable[[], None]) -> None:
         """Call `ready` once all but the latest `most` groups have finished: now, or when they do."""
+        self.covered[key] = max(self.covered.get(key, 0), len(self.committed.get(key, ())) - most)
         if self.unfinished(key, most):
             self.waiting.setdefault(key, []).append((most, ready))
         else:
             ready()
+
+    def abandoned(self, key: Key) -> int:
+        """Groups, open or committed, that hold copies and that the warp never waited for; they are forgotten."""
+        committed = self.committed.pop(key, [])[self.covered.pop(key, 0) :]
+        return sum(group.entered > 0 for group in (*committed, self.open.pop(key, Group())))
 
     def _look(self, key: Key) -> None:
         waiting = self.waiting.pop(key, [])

@@ -12,7 +12,7 @@ import numpy as np
 from cubinery.aot.ptxsim.barriers import Barriers, Parked
 from cubinery.aot.ptxsim.bulk import BulkCopies
 from cubinery.aot.ptxsim.dependent import Footprint
-from cubinery.aot.ptxsim.faults import DeadlockFault, DivergedFault, LaunchFault, TransactionFault, TrapFault
+from cubinery.aot.ptxsim.faults import DeadlockFault, DivergedFault, LaunchFault, RaceFault, TransactionFault, TrapFault
 from cubinery.aot.ptxsim.groups import Groups
 from cubinery.aot.ptxsim.heap import keep_freed_memory
 from cubinery.aot.ptxsim.isa.base import DTYPES, Register
@@ -363,6 +363,7 @@ class Machine(TensorCore, BulkCopies, Barriers):
             detail = f"block {block} exits while {len(lost)} copies to its shared memory are under way: nobody waited"
             raise TransactionFault(detail, self.place(None, len(self.kernel.instrs) - 1))
         for slot in range(base, base + self.cluster_size):
+            self._abandoned(slot)
             self._leftovers(slot)
             self.tensor_exit(slot)
             if self.next_cta < self.total:
@@ -375,6 +376,18 @@ class Machine(TensorCore, BulkCopies, Barriers):
             self.progress(self.finished, self.total)
         if self.next_cta < self.total:
             self._start_cluster(base)
+
+    def _abandoned(self, slot: int) -> None:
+        """Copies out of shared memory read it until they are waited for: a CTA must not exit before."""
+        for warp in range(slot * self.wpc, (slot + 1) * self.wpc):
+            lost = self.groups.abandoned(("bulk", warp))
+            if lost and self.races is not None:
+                block = tuple(self.block_index[slot].tolist())
+                detail = (
+                    f"block {block} exits while bulk copies of warp {warp % self.wpc} may still read its shared "
+                    f"memory: {lost} groups without cp.async.bulk.wait_group"
+                )
+                raise RaceFault(detail, self.place(None, len(self.kernel.instrs) - 1))
 
     def _leftovers(self, slot: int) -> None:
         last = len(self.kernel.instrs) - 1

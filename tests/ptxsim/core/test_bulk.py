@@ -10,6 +10,7 @@ from cubinery.aot.ptxsim.faults import (
     BarrierFault,
     MisalignedFault,
     OutOfBoundsFault,
+    ProxyFault,
     RaceFault,
     TransactionFault,
     UninitialisedFault,
@@ -143,3 +144,31 @@ def test_bulk_misuse() -> None:
 
 def test_prefetch_changes_nothing() -> None:
     assert (run("cp.async.bulk.prefetch.L2.global [%rd8], 64;") == 0).all()
+
+
+def test_the_barrier_of_a_bulk_load_needs_its_fence() -> None:
+    with pytest.raises(ProxyFault, match="not made visible to the async proxy"):
+        copied(BARRIER.replace("fence.mbarrier_init.release.cluster;", "").replace("BULK", LOAD))
+
+
+def test_shared_memory_that_a_bulk_copy_reads_needs_the_proxy_fence() -> None:
+    copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r1], [%r1+1024], 512, [%r8];"
+    fill = "st.shared.v4.b32 [%r2+1024], {%r9, %r9, %r9, %r9}; fence.proxy.async.shared::cta; bar.warp.sync -1;"
+    body = f"{fill} {BARRIER.replace('BULK', copy)} {BACK}"
+    data = np.zeros(256, np.uint32)
+    machine(f"{MINE} {body}", data, shared=4096).run()
+    assert data[128:].tolist() == [i // 4 for i in range(128)]
+    with pytest.raises(ProxyFault, match="without fence.proxy.async"):
+        machine(f"{MINE} {body.replace('fence.proxy.async.shared::cta;', '')}", data, shared=4096).run()
+
+
+@pytest.mark.parametrize("missing", ["cp.async.bulk.wait_group 0;", "cp.async.bulk.commit_group;"])
+def test_a_block_does_not_exit_before_its_copies_have_read(missing: str) -> None:
+    store = """
+    bar.warp.sync -1; fence.proxy.async.shared::cta; @!%p1 bra DONE;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd8+512], [%r1], 512;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+    DONE:
+    """
+    with pytest.raises(RaceFault, match="may still read its shared memory"):
+        copied(BARRIER.replace("BULK", LOAD) + store.replace(missing, ""))
