@@ -137,8 +137,8 @@ def run(task: Task, tracer: ChromeTrace | None = None, progress: Callable[[int, 
     return Outcome(task.key, task.schedule, error, deviation, done.instructions, done.seconds, driver.ctas)
 
 
-def decode(driver: SimDriver, task: Task) -> tolerances.Deviation:
-    """A paged decode of the artifact's configuration, against the reference. Raises Fault."""
+def decode(driver: SimDriver, task: Task, seed: int = 7) -> tolerances.Deviation:
+    """A paged decode of the artifact's configuration, against the reference; `seed` makes values. Raises Fault."""
     from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
     config, _ = parse_key(task.key)
@@ -146,7 +146,7 @@ def decode(driver: SimDriver, task: Task) -> tolerances.Deviation:
     library = Library.open(task.bundle, driver=driver)
     group = max(1, min(config.row_tile, 16 * config.q_len) // config.q_len)
     keys = lengths(config, task.arch)
-    problem = decode_problem(config, group, keys)
+    problem = decode_problem(config, group, keys, seed)
     with watching(driver):
         driver.register_tensors(**problem)
         op = PagedDecode(
@@ -165,11 +165,11 @@ def decode(driver: SimDriver, task: Task) -> tolerances.Deviation:
     return tolerances.deviation(o.double().numpy(), lse.numpy(), *expected)
 
 
-def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int]) -> dict[str, Any]:
+def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], seed: int = 7) -> dict[str, Any]:
     """q, k, v and block table of a random problem; pages that no sequence owns are NaN, the table's padding invalid."""
     import torch
 
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(seed)
     blocks = [-(-length // config.page_size) for length in lengths]
     pages = sum(blocks) + 3
     order = rng.permutation(pages)

@@ -158,7 +158,7 @@ def test_shared_memory_that_a_bulk_copy_reads_needs_the_proxy_fence() -> None:
     data = np.zeros(256, np.uint32)
     machine(f"{MINE} {body}", data, shared=4096).run()
     assert data[128:].tolist() == [i // 4 for i in range(128)]
-    with pytest.raises(ProxyFault, match="without fence.proxy.async"):
+    with pytest.raises(ProxyFault, match=r"without fence\.proxy\.async"):
         machine(f"{MINE} {body.replace('fence.proxy.async.shared::cta;', '')}", data, shared=4096).run()
 
 
