@@ -97,7 +97,7 @@ class BulkCopies(Copies):
         unit = self.races.unit
         units = np.unique((at[:, None] + np.arange(0, size, min(unit, size))) // unit)
         local = self.races.async_agent(slot, _AGENT - warp)
-        value = self.races.async_write(self, g, row, k, slot, local, units)
+        value = self.races.async_write(self, g, row, k, slot, local, units, proxy=False)
         return self.races.agent(slot, local), value
 
     def thread_copy_arrive(self, g: Gang, mask: Any, k: int, barrier: Any, increment: bool) -> None:
@@ -199,9 +199,34 @@ class BulkCopies(Copies):
             self._signalled(g, row, lane, k, key_)
             self._bulk_load(g, row, k, slot_, offset, size, key_, read, combine, source)
 
+    def store_async(
+        self, g: Gang, mask: Any, k: int, to: Any, values: tuple[Any, ...], barrier: Any, operation: str, kind: str
+    ) -> None:
+        """st.async and red.async: each executing lane's bytes land at any time and count at its mbarrier.
+
+        They are ordinary stores as far as proxies go.
+        """
+        active = np.ones((len(g), LANES), bool) if mask is None else mask
+        data = np.ascontiguousarray(np.stack([spread(v, len(g)) for v in values], axis=-1)).view(np.uint8)
+        size = data.shape[-1]
+        self._check_aligned(g, mask, k, to, size)
+        to, barrier = spread(to, len(g)), spread(barrier, len(g))
+        combine = async_copy.combine(operation, kind) if operation else None
+        for row, lane in np.argwhere(active).tolist():
+            key, _ = self.mbarrier_at(g, row, lane, k, int(barrier[row, lane]))
+            slot, offset = self.mbarrier_key(int(g.cta[row, 0]), int(to[row, lane]))
+            if slot != key[0]:
+                self._placed(BarrierFault("the mbarrier of st.async lies in another CTA than its data"), g, k, row, lane)
+            try:
+                read = partial(np.copy, data[row, lane])
+                self._bulk_load(g, row, k, slot, offset, size, key, read, combine, None, proxy=False)
+            except OutOfBoundsFault as error:
+                self._placed(error, g, k, row, lane)
+
     def _bulk_load(
         self, g: Gang, row: int, k: int, slot: int, offset: int, size: int, key: tuple[int, int],
         read: Callable[[], Any], combine: Callable[[Any, Any], Any] | None, source: tuple[int, int] | None,
+        proxy: bool = True,
     ) -> None:  # fmt: skip
         """`source` is what the end of reading shared memory publishes: an agent and its clock."""
         start = self._bulk_place(slot, offset, size)

@@ -208,10 +208,17 @@ class Races:
             found = self._async[slot, barrier] = self.wpc + number % (ASYNC_AGENTS - 1)
         return found
 
-    def async_write(self, rt: Access, g: Gang, row: int, k: int, slot: int, local: int, at: Any) -> int:
-        """A copy issued by row's warp writes units `at` of CTA `slot`; returns the clock of its completion."""
+    def async_write(
+        self, rt: Access, g: Gang, row: int, k: int, slot: int, local: int, at: Any, proxy: bool = True
+    ) -> int:
+        """A copy issued by row's warp writes units `at` of CTA `slot`; returns the clock of its completion.
+
+        Where it writes through the async `proxy`, ordinary stores to the same place need a proxy fence before it.
+        """
         issuer = self.clock[int(g.cta[row, 0]), int(g.warps[row]) % self.wpc]
         self._check_write(rt, g, k, at, np.broadcast_to(row, at.shape), None, issuer[0])
+        if proxy:
+            self._check_proxy(rt, g, k, at, issuer, "overwritten")
         agent = self.agent(slot, local)
         clock = self.clock[slot, local]
         clock[:, agent] += 1
@@ -227,23 +234,25 @@ class Races:
         late = self.write_clock[at] > issuer[0, writer]
         if late.any():
             self._report(rt, g, k, at, np.broadcast_to(row, at.shape), None, late, "reads", "written", writer)
-        generic = writer % self.per_cta < self.wpc
-        hidden = generic & (self.write_clock[at] > issuer[1, writer])
-        if hidden.any():
-            first = int(np.argmax(hidden))
-            address = int(at[first] % self.units) * self.unit
-            rt.fail(
-                ProxyFault,
-                f"shared address {address:#x}, stored by {self.describe(int(writer[first]))}, is read by the async "
-                "proxy without fence.proxy.async after the store",
-                g,
-                k,
-            )
+        self._check_proxy(rt, g, k, at, issuer, "read")
         agent = self.agent(slot, local)
         clock = self.clock[slot, local]
         clock[:, agent] += 1
         self.read_clock[at, agent] = clock[0, agent]
         return int(clock[0, agent])
+
+    def _check_proxy(self, rt: Access, g: Gang, k: int, at: Any, issuer: Any, done: str) -> None:
+        """Ordinary stores to units `at` must have passed a proxy fence that the issuer knows of."""
+        writer = self.writer[at]
+        hidden = (writer % self.per_cta < self.wpc) & (self.write_clock[at] > issuer[1, writer])
+        if hidden.any():
+            first = int(np.argmax(hidden))
+            address = int(at[first] % self.units) * self.unit
+            detail = (
+                f"shared address {address:#x}, stored by {self.describe(int(writer[first]))}, is {done} by the async "
+                "proxy without fence.proxy.async after the store"
+            )
+            rt.fail(ProxyFault, detail, g, k)
 
     def fence_async(self, g: Gang) -> None:
         """fence.proxy.async: the async proxy may see all that happened before."""

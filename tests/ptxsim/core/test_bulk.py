@@ -172,3 +172,12 @@ def test_a_block_does_not_exit_before_its_copies_have_read(missing: str) -> None
     """
     with pytest.raises(RaceFault, match="may still read its shared memory"):
         copied(BARRIER.replace("BULK", LOAD) + store.replace(missing, ""))
+
+
+def test_a_bulk_load_over_ordinary_stores_needs_the_proxy_fence() -> None:
+    fill = "st.shared.v4.b32 [%r2], {%r9, %r9, %r9, %r9}; fence.proxy.async.shared::cta; bar.warp.sync -1;"
+    body = f"{fill} {BARRIER.replace('BULK', LOAD)} {BACK}"
+    source, target = copied(body)
+    assert target == source
+    with pytest.raises(ProxyFault, match="is overwritten by the async proxy"):
+        copied(body.replace("fence.proxy.async.shared::cta;", ""))

@@ -1,0 +1,201 @@
+"""What is mutated: decodes of a bundle, reductions, and kernels of the silicon corpus; and what a mutant does.
+
+A mutant is reported where, under any schedule, the simulator raises a fault or an output is not what it must be.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from ptxsim.mutations.operators import MapMutation, Mutation, map_mutations, mutations
+from ptxsim.silicon import bundle as corpus_bundle
+from ptxsim.silicon.corpus import ARCH, corpus, key, module
+from ptxsim.silicon.running import differences, run
+
+from cubinery.aot.ptxsim.driver import SimDriver
+from cubinery.aot.ptxsim.faults import Fault
+from cubinery.aot.ptxsim.schedule import schedule as named_schedule
+from cubinery.aot.references import tolerances
+from cubinery.aot.verify import Task, decode
+from cubinery.runtime.bundle import Bundle
+from cubinery.runtime.library import Library
+from cubinery.runtime.manifest import TensorMapSpec
+
+SCHEDULES = ("fair:0", "late:0", "delays:0", "priorities:0")
+"""In this order, until one reports."""
+AnyMutation = Mutation | MapMutation
+
+
+class OutOfTime(Exception):
+    """A mutant ran longer than its limit."""
+
+
+@dataclass
+class MutantDriver(SimDriver):
+    """A SimDriver whose launches encode tensor maps with one field wrong."""
+
+    break_map: Callable[[TensorMapSpec], TensorMapSpec] = field(default=lambda spec: spec)
+
+    def encode_tensor_map(
+        self, spec: TensorMapSpec, address: int, extents: Sequence[int], strides: Sequence[int]
+    ) -> bytes:
+        return super().encode_tensor_map(self.break_map(spec), address, extents, strides)
+
+
+class Subject(Protocol):
+    """A kernel that passes, and how to see whether a mutant of it does."""
+
+    name: str
+    text: str
+
+    def mutations(self) -> Iterator[AnyMutation]:
+        """All that can be broken."""
+
+    def judge(self, mutation: AnyMutation | None, schedule: str) -> str:
+        """What is reported of a mutant (of the kernel itself where None) under a schedule; empty where nothing is."""
+
+
+REDUCTIONS = (((20 * 128, 0, 77), 20), ((16 * 128, *(77,) * 33), 16))
+"""Lengths and splits that send a reduction down each of its ways: few rows of many splits, many rows of few."""
+
+
+class Mutants:
+    """Makes the drivers of mutants of one artifact, and keeps the last: its translation serves every schedule."""
+
+    def __init__(self, arch: str, root: Path, target: str, text: str) -> None:
+        self._arch, self._root, self._target, self._text = arch, root, target, text
+        self._last: tuple[AnyMutation | None, MutantDriver] | None = None
+
+    def driver(self, mutation: AnyMutation | None, schedule: str) -> MutantDriver:
+        """A driver that runs the mutant (the kernel itself where None) under a schedule."""
+        if self._last is None or self._last[0] is not mutation:
+            text = mutation.apply(self._text) if isinstance(mutation, Mutation) else self._text
+            driver = MutantDriver(self._arch, [self._root], texts={self._target: text})
+            if isinstance(mutation, MapMutation):
+                driver.break_map = partial(_broken, mutation)
+            self._last = mutation, driver
+        driver = self._last[1]
+        driver.schedule = partial(named_schedule, schedule)
+        return driver
+
+
+def _broken(mutation: MapMutation, spec: TensorMapSpec) -> TensorMapSpec:
+    return mutation.change(spec) if spec.name == mutation.map else spec
+
+
+class Decode:
+    """A paged decode with its reduction; `target` is the artifact whose PTX is broken."""
+
+    def __init__(self, root: Path, arch: str, called: str, target: str = "") -> None:
+        self.root, self.arch, self.called, self.target = root, arch, called, target or called
+        self.name = self.target
+        bundle = Bundle.open(root)
+        artifact = next(a for a in bundle.manifest.artifacts if a.key == self.target)
+        self.text = bundle.read(artifact.emitted["ptx"]).decode()
+        self._mutants = Mutants(arch, root, self.target, self.text)
+        self.maps = [spec for kernel in artifact.kernels for spec in kernel.tensor_maps]
+
+    def mutations(self) -> Iterator[AnyMutation]:
+        yield from mutations(self.text)
+        for spec in self.maps:
+            yield from map_mutations(spec)
+
+    def judge(self, mutation: AnyMutation | None, schedule: str) -> str:
+        driver = self._mutants.driver(mutation, schedule)
+        try:
+            # Other values under each schedule: what is wrong for few values gets several chances.
+            seed = 7 + sum(schedule.encode()) % 100
+            task = Task(self.root, self.arch, self.called, schedule)
+            if self.target == self.called:
+                found = decode(driver, task, seed)
+            else:
+                keys, splits = REDUCTIONS[schedule != "fair:0"]
+                found = decode(driver, task, seed, keys=keys, splits=splits)
+        except Fault as error:
+            return str(error)
+        return "" if found.within(tolerances.PAGED_DECODE["mma"]) else f"far from the reference: {found}"
+
+
+_PATIENCE = re.compile(r"@done bra READY; add\.u32 tries.*?trap;", re.DOTALL)
+"""The corpus gives up after so many tries, lest a GPU hang; a schedule may be later than that."""
+
+
+class Corpus:
+    """One entry of the silicon corpus: the output must be that of the unbroken kernel."""
+
+    def __init__(self, root: Path, entry: str) -> None:
+        self.root, self.entry, self.name = root, corpus()[entry], entry
+        self.text = _PATIENCE.sub("@!done bra WAIT;", module(self.entry))
+        self._mutants = Mutants(ARCH, root, key(entry), self.text)
+        driver = self._mutants.driver(None, "fair:0")
+        self.expected = run(self.entry, Library.open(root, driver=driver), driver)
+
+    def mutations(self) -> Iterator[AnyMutation]:
+        yield from mutations(self.text)
+        for spec in corpus_bundle.record(self.entry).tensor_maps:
+            yield from map_mutations(spec)
+
+    def judge(self, mutation: AnyMutation | None, schedule: str) -> str:
+        driver = self._mutants.driver(mutation, schedule)
+        try:
+            output = run(self.entry, Library.open(self.root, driver=driver), driver)
+        except Fault as error:
+            return str(error)
+        return "; ".join(differences(self.entry, output, self.expected))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one mutant."""
+
+    subject: str
+    mutation: AnyMutation
+    schedule: str
+    """The first schedule that reported it; empty where none did."""
+    report: str
+    seconds: float
+
+    @property
+    def survived(self) -> bool:
+        return not self.schedule
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in what takes longer."""
+
+    def ring(_number: int, _frame: FrameType | None) -> Any:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def examine(
+    subject: Subject, mutation: AnyMutation, schedules: Sequence[str] = SCHEDULES, seconds: float = 90.0
+) -> Verdict:
+    """Run a mutant under schedules until one reports it. A mutant that never ends counts as reported."""
+    start = time.perf_counter()
+    for schedule in schedules:
+        try:
+            with limit(seconds):
+                report = subject.judge(mutation, schedule)
+        except OutOfTime:
+            report = f"OutOfTime: still running after {seconds:.0f} s"
+        if report:
+            return Verdict(subject.name, mutation, schedule, report, time.perf_counter() - start)
+    return Verdict(subject.name, mutation, "", "", time.perf_counter() - start)

@@ -1,0 +1,114 @@
+"""Break every kernel in every way, and write what became of each mutant.
+
+    PYTHONPATH=src:tests python -m ptxsim.mutations.survey --bundle build/kernels/sm_90a --out table.md
+
+The bundle is that of kernel_specs/smoke.yaml for sm_90a. The corpus needs none. Results are appended to a file of
+JSON lines beside the table, and what stands there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ptxsim.mutations.operators import Mutation
+from ptxsim.mutations.subjects import SCHEDULES, Corpus, Decode, Subject, examine
+from ptxsim.silicon import bundle as corpus_bundle
+from ptxsim.silicon.corpus import corpus
+
+ENTRIES = (
+    "mbarrier_ring", "barrier_named", "bulk_load", "cluster_bulk", "cluster_bulk_multicast", "tensor_load_4d",
+    "tensor_load_multicast", "bulk_store", "wgmma_bf16_random", "wgmma_e4m3_e4m3_f32_random",
+)  # fmt: skip
+"""Kernels of the silicon corpus that synchronise."""
+DECODES = (
+    ("d128-p16-kvfp8", ""),
+    ("d128-p16-kvfp8", "reduce-d128"),
+    ("d128-p32-kvfp8-q4-t32-pdlon", ""),
+    ("d128-p16-kvbf16", ""),
+)
+"""(the decode that is called, the artifact that is broken if it is not the decode)."""
+ARCH = "sm_90a"
+
+
+def subjects(bundle: Path | None, folder: Path, chosen: set[str]) -> Iterator[Subject]:
+    """What is broken: kernels of the bundle, then entries of the corpus (their bundle is written to `folder`)."""
+    for called, broken in DECODES if bundle is not None else ():
+        assert bundle is not None
+        stem = f"paged_decode-{ARCH}-"
+        target = stem + broken if broken else ""
+        name = target or f"{stem}mma-{called}"
+        if not chosen or name in chosen:
+            yield Decode(bundle, ARCH, f"{stem}mma-{called}", target)
+    entries = [name for name in ENTRIES if not chosen or name in chosen]
+    if entries:
+        root = corpus_bundle.write(folder, [corpus()[name] for name in entries])
+        for name in entries:
+            yield Corpus(root, name)
+
+
+def survey(found: Iterable[Subject], log: Path, schedules: Sequence[str] = SCHEDULES) -> None:
+    """Examine every mutant of every subject that the log does not hold yet."""
+    done = {(row["subject"], row["mutation"]) for row in rows(log)}
+    for subject in found:
+        report = subject.judge(None, "fair:0")
+        assert not report, f"{subject.name} does not pass unbroken: {report}"
+        for mutation in subject.mutations():
+            if (subject.name, mutation.name) in done:
+                continue
+            start = time.perf_counter()
+            try:
+                verdict = examine(subject, mutation, schedules)
+                schedule, said = verdict.schedule, verdict.report
+            except Exception as error:  # noqa: BLE001 - a mutant that breaks the simulator is a finding too
+                schedule, said = "crash", f"{type(error).__name__}: {error}"
+            row = {
+                "subject": subject.name, "mutation": mutation.name, "kind": mutation.kind, "schedule": schedule,
+                "report": said[:300], "seconds": round(time.perf_counter() - start, 2),
+                "before": mutation.before[:160] if isinstance(mutation, Mutation) else "",
+            }  # fmt: skip
+            with log.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def rows(log: Path) -> list[dict[str, str]]:
+    """What a log holds."""
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def table(found: list[dict[str, str]]) -> str:
+    """Mutants and survivors by class, and the survivors."""
+    counts = collections.Counter(row["kind"] for row in found)
+    lines = ["| class | mutants | reported by fair | by a hostile schedule | survive |", "|---|---|---|---|---|"]
+    for kind, count in counts.items():
+        these = [row["schedule"] for row in found if row["kind"] == kind]
+        fair, alive = these.count("fair:0"), these.count("")
+        lines.append(f"| {kind} | {count} | {fair} | {count - fair - alive} | {alive} |")
+    fair, alive = (sum(row["schedule"] == s for row in found) for s in ("fair:0", ""))
+    lines.append(f"| **all** | {len(found)} | {fair} | {len(found) - fair - alive} | {alive} |")
+    lines += ["", *(f"- {r['subject']}, {r['mutation']}: `{r['before']}`" for r in found if not r["schedule"])]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the survey and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", type=Path, help="smoke bundle for sm_90a; without it the corpus alone is broken")
+    parser.add_argument("--out", type=Path, default=Path("mutations.md"))
+    parser.add_argument("--kernels", default="", help="names of what to break, separated by commas; all otherwise")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="tried in this order until one reports")
+    options = parser.parse_args()
+    log = options.out.with_suffix(".jsonl")
+    chosen = {name for name in options.kernels.split(",") if name}
+    with tempfile.TemporaryDirectory() as folder:
+        survey(subjects(options.bundle, Path(folder), chosen), log, options.schedules.split(","))
+    options.out.write_text(table(rows(log)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Broken kernels are reported: a fixed part of what `ptxsim.mutations.survey` breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ptxsim.mutations.operators import Mutation, map_mutations, mutations
+from ptxsim.mutations.subjects import Corpus, Decode, examine
+from ptxsim.silicon import bundle as corpus_bundle
+from ptxsim.silicon.corpus import corpus
+
+from cubinery.runtime.manifest import TensorMapSpec
+
+CORPUS = {"mbarrier_ring": set(), "bulk_load": set(), "tensor_load_multicast": set(), "wgmma_bf16_random": set()}
+"""Kernels of which every mutant runs, and the mutants that are as good as the original."""
+KINDS = (
+    "drop fence", "drop CTA barrier", "drop arrive", "drop arrive.expect_tx", "expect_tx + 16", "expect_tx - 16",
+    "drop wait", "flip parity", "init count + 1", "drop copy", "swap coordinates 2, 3",
+)  # fmt: skip
+"""Of the decode, the first mutant of each of these."""
+TEXT = """
+mbarrier.init.shared::cta.b64 [%r1], 4; fence.mbarrier_init.release.cluster;
+@%p1 mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%r1], 4096;
+WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p2, [%r1], %r2;
+cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r3], [%rd1, {%r4, %r5}], [%r1];
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "after"),
+    [
+        ("drop fence", ""),
+        ("init count - 1", "mbarrier.init.shared::cta.b64 [%r1], 3;"),
+        ("expect_tx / 2", "@%p1 mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%r1], 2048;"),
+        ("arrive without expect_tx", "@%p1 mbarrier.arrive.release.cta.shared::cta.b64 _, [%r1];"),
+        ("drop wait", "setp.eq.u32 %p2, 0, 0;"),
+        (
+            "flip parity",
+            "{ .reg .b32 other; xor.b32 other, %r2, 1; "
+            "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p2, [%r1], other; }",
+        ),
+    ],
+)
+def test_an_operator_changes_one_statement(kind: str, after: str) -> None:
+    (found,) = [m for m in mutations(TEXT) if m.kind == kind]
+    assert found.after == after
+    assert found.apply(TEXT).replace(after, found.before, 1 if after else 0) in (TEXT, TEXT.replace(found.before, ""))
+
+
+def test_coordinates_of_a_box_are_exchanged_in_place() -> None:
+    (found,) = [m for m in mutations(TEXT) if m.kind.startswith("swap")]
+    assert "{%r5, %r4}" in found.apply(TEXT)
+
+
+def test_a_comment_is_no_site() -> None:
+    assert list(mutations("// bar.sync 0;\n")) == []
+
+
+def test_every_field_of_a_tensor_map_is_broken() -> None:
+    spec = TensorMapSpec("m", "p", "uint8", (128, 1), (1, 1), (128, 9), (128,), swizzle="128B")
+    kinds = [m.kind for m in map_mutations(spec)]
+    assert kinds == ["box 0 halved", "box 0 doubled", "box 1 doubled", "swizzle none", "swizzle 32B", "swizzle 64B"]
+
+
+@pytest.fixture(scope="module")
+def entry(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Corpus]:
+    root = corpus_bundle.write(tmp_path_factory.mktemp("mutations"), [corpus()[name] for name in CORPUS])
+    return lambda name: Corpus(root, name)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_no_mutant_of_a_small_kernel_survives(name: str, entry: Callable[[str], Corpus]) -> None:
+    subject = entry(name)
+    assert subject.judge(None, "late:0") == ""
+    verdicts = [examine(subject, mutation) for mutation in subject.mutations()]
+    assert len(verdicts) >= 15
+    assert {v.mutation.kind for v in verdicts if v.survived} == CORPUS[name]
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory) -> Decode:
+    """An fp8 decode for sm_90a and its reduction, as the compiler makes them."""
+    pytest.importorskip("cutlass", reason="the compiler is not installed")
+    pytest.importorskip("torch", reason="the operator needs torch")
+    from cubinery.aot.builder import BuildOptions, build
+    from cubinery.aot.spec import load_specs
+    from cubinery.aot.variants import expand
+
+    key, root = "paged_decode-sm_90a-mma-d128-p16-kvfp8", tmp_path_factory.mktemp("decode")
+    specs = load_specs([Path(__file__).parents[3] / "kernel_specs" / "smoke.yaml"])
+    items = [item for item in expand(specs, ["sm_90a"]) if item.key in (key, "paged_decode-sm_90a-reduce-d128")]
+    report = build(items, BuildOptions(out=root / "out", cache_dir=root / "cache"))
+    assert report.ok, [(row.key, row.error) for row in report.rows]
+    return Decode(root / "out" / "sm_90a", "sm_90a", key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_decode_is_reported(kind: str, decode: Decode) -> None:
+    mutation = next(m for m in decode.mutations() if m.kind == kind)
+    assert isinstance(mutation, Mutation)
+    assert not examine(decode, mutation, ("fair:0", "late:0")).survived
