@@ -137,15 +137,20 @@ def run(task: Task, tracer: ChromeTrace | None = None, progress: Callable[[int, 
     return Outcome(task.key, task.schedule, error, deviation, done.instructions, done.seconds, driver.ctas)
 
 
-def decode(driver: SimDriver, task: Task, seed: int = 7) -> tolerances.Deviation:
-    """A paged decode of the artifact's configuration, against the reference; `seed` makes values. Raises Fault."""
+def decode(
+    driver: SimDriver, task: Task, seed: int = 7, *, keys: Sequence[int] = (), splits: int = SPLITS
+) -> tolerances.Deviation:
+    """A paged decode of the artifact's configuration, against the reference. Raises Fault.
+
+    `seed` makes values, `keys` are the sequences' lengths (those of `lengths` if there are none).
+    """
     from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
     config, _ = parse_key(task.key)
     assert isinstance(config, DecodeConfig)
     library = Library.open(task.bundle, driver=driver)
     group = max(1, min(config.row_tile, 16 * config.q_len) // config.q_len)
-    keys = lengths(config, task.arch)
+    keys = tuple(keys) or lengths(config, task.arch)
     problem = decode_problem(config, group, keys, seed)
     with watching(driver):
         driver.register_tensors(**problem)
@@ -156,7 +161,7 @@ def decode(driver: SimDriver, task: Task, seed: int = 7) -> tolerances.Deviation
         )  # fmt: skip
         if op.keys(group)[0] != task.key:
             raise SimError(f"{task.key}: the public call picks {op.keys(group)[0]} for its configuration")
-        plan = op.plan(list(keys), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS, force_splits=SPLITS)
+        plan = op.plan(list(keys), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS, force_splits=splits)
         if config.pdl:  # once more: the second decode may start before the first reduction has ended
             plan.run(*problem.values())
         o, lse = plan.run(*problem.values())
