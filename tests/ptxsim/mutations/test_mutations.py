@@ -13,8 +13,13 @@ from ptxsim.silicon.corpus import corpus
 
 from cubinery.runtime.manifest import TensorMapSpec
 
-CORPUS = {"mbarrier_ring": set(), "bulk_load": set(), "tensor_load_multicast": set(), "wgmma_bf16_random": set()}
-"""Kernels of which every mutant runs, and the mutants that are as good as the original."""
+CORPUS: dict[str, set[str]] = {
+    "mbarrier_ring": set(),
+    "bulk_load": set(),
+    "tensor_load_multicast": {"drop fence", "drop cluster barrier", "drop cluster wait"},
+    "wgmma_bf16_random": {"descriptor: stride", "descriptor: base offset"},
+}
+"""Kernels of which every mutant runs, and the classes of those that are as good as the original (docs/results)."""
 KINDS = (
     "drop fence", "drop CTA barrier", "drop arrive", "drop arrive.expect_tx", "expect_tx + 16", "expect_tx - 16",
     "drop wait", "flip parity", "init count + 1", "drop copy", "swap coordinates 2, 3",
@@ -38,8 +43,8 @@ cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r
         ("drop wait", "setp.eq.u32 %p2, 0, 0;"),
         (
             "flip parity",
-            "{ .reg .b32 other; xor.b32 other, %r2, 1; "
-            "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p2, [%r1], other; }",
+            "{ .reg .b32 other; xor.b32 other, %r2, 1; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 "  # noqa: ISC004
+            "%p2, [%r1], other; }",
         ),
     ],
 )
