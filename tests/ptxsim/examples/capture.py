@@ -169,10 +169,7 @@ class Host:
     def _launch(self, op: Op) -> dict[str, Any]:
         config, *operands = op.operands
         created = self.ops[config].text
-        dims = [
-            re.findall(r"%\w+", re.search(word + r" = \(([^)]*)\)", created)[1]) for word in ("blockDim", "gridDim")
-        ]  # type: ignore[index]
-        block, grid = ([self.integer(v) for v in names] for names in dims)
+        block, grid = ([self.integer(v) for v in _group(created, word)] for word in ("blockDim", "gridDim"))
         cluster = [1, 1, 1]
         for other in self.order:
             if other.name == "cuda.launch_cfg.cluster_dim" and other.operands[0] == config:
@@ -284,7 +281,7 @@ class Host:
     def _layout(self, name: str, kind: str) -> tuple[Any, Any]:
         """Shape and stride of a tensor, run-time leaves filled in."""
         text, _ = _tensor(kind)
-        return filled(layout(text), self.run_time(name)) if "?" in text else layout(text)  # type: ignore[return-value]
+        return filled(layout(text), self.run_time(name)) if "?" in text else layout(text)
 
     def _number(self, name: str) -> float:
         found = self.constant(name)
@@ -321,7 +318,7 @@ class Host:
         # The tensor counts its own elements, the box those of the format: scale factors are copied in pairs.
         extents[0] = int(extents[0] / unit)
         swizzle = re.search(r"S<(\d),(\d),(\d)>", smem)
-        code = tuple(int(d) for d in swizzle.groups()) if swizzle else (0, 4, 3)
+        code = (int(swizzle[1]), int(swizzle[2]), int(swizzle[3])) if swizzle else (0, 4, 3)
         sizes = [s * _bits(element) // 8 for s in strides[1:]]
         return {
             "dtype": _FORMATS[form[1]], "pointer": self.pointer(op.operands[0]), "extents": extents, "strides": sizes,
@@ -341,6 +338,14 @@ class Host:
             first = first or pitch
             total, extent = total * part, extent * at_path(shape, where)
         return total, extent, first
+
+
+def _group(text: str, word: str) -> list[str]:
+    """The values of `word = (%a, %b, %c)`."""
+    found = re.search(word + r" = \(([^)]*)\)", text)
+    if found is None:
+        raise ValueError(f"{text}: expected {word}")
+    return re.findall(r"%\w+", found[1])
 
 
 def _shared_out(box: list[int], text: str) -> list[int]:

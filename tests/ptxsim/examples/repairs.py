@@ -45,6 +45,12 @@ def zero_fill_wait(ptx: str) -> str:
     return _at(ptx, found.end(), "\ttcgen05.wait::st.sync.aligned;\n")
 
 
+def store_wait(ptx: str) -> str:
+    """The stores of partial O waited for before the CTA, and with it the shared memory that they read, goes."""
+    *_, last = re.finditer(r"\tcp\.async\.bulk\.tensor\.\dd\.global[^\n]*\n", ptx)
+    return _at(ptx, last.end(), "\tcp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;\n")
+
+
 def exchange_barrier(ptx: str) -> str:
     """A barrier after the buffer, through which two pairs of warps exchange their maxima, has been read."""
     changed, count = re.subn(r"(\tbar\.sync \t2, 128;\n\tld\.shared\.b32[^\n]*\n)", r"\1\tbar.sync \t2, 128;\n", ptx)
