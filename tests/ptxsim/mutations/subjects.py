@@ -64,8 +64,10 @@ class Subject(Protocol):
         """What is reported of a mutant (of the kernel itself where None) under a schedule; empty where nothing is."""
 
 
-REDUCTIONS = (((20 * 128, 0, 77), 20), ((16 * 128, *(77,) * 33), 16))
-"""Lengths and splits that send a reduction down each of its ways: few rows of many splits, many rows of few."""
+SHORT = (77,) * 33
+REDUCTIONS = {"fair:0": ((20 * 128, 0, 77), 20), "late:0": ((16 * 128, *SHORT), 16), "": ((17 * 128, *SHORT), 17)}
+"""Lengths and splits, by schedule, that send a reduction each of its ways: few rows of many splits, many rows of few,
+many rows of many."""
 
 
 class Mutants:
@@ -118,7 +120,7 @@ class Decode:
             if self.target == self.called:
                 found = decode(driver, task, seed)
             else:
-                keys, splits = REDUCTIONS[schedule != "fair:0"]
+                keys, splits = REDUCTIONS.get(schedule, REDUCTIONS[""])
                 found = decode(driver, task, seed, keys=keys, splits=splits)
         except Fault as error:
             return str(error)
