@@ -172,5 +172,5 @@ def map_mutations(spec: TensorMapSpec) -> Iterator[MapMutation]:
             yield MapMutation(
                 f"swizzle {swizzle}",
                 spec.name,
-                lambda s, swizzle=swizzle: replace(s, swizzle=swizzle),  # type: ignore[misc, arg-type]
+                lambda s, swizzle=swizzle: replace(s, swizzle=swizzle),  # type: ignore[misc]
             )
