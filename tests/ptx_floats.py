@@ -117,9 +117,23 @@ def encode(value: Value, fmt: Format, mode: str = "rn", satfinite: bool = False)
     return sign | code
 
 
+def payload_kept(bits: int, *sources: int) -> int:
+    """A result of f64, but the last of the sources that is a NaN, made quiet, where one is (PTX ISA 9.7.3)."""
+    nans = [x for x in sources if (x & ~F64.sign) > F64.inf]
+    return nans[-1] | 1 << 51 if nans else bits
+
+
 def flush(bits: int, fmt: Format) -> int:
     """Subnormal codes to zeros of their sign."""
     return bits & fmt.sign if bits & (fmt.sign - 1) < 1 << fmt.mantissa else bits
+
+
+def flushed(value: Value, bits: int, mode: str) -> int:
+    """`bits`, the f32 of an exact value, under .ftz: flushed too if rounding with exponents to spare is subnormal."""
+    if isinstance(value, Fraction) and 0 < abs(value) < 1:
+        spare = decode(encode(value * (1 << 64), F32, mode), F32)
+        return bits & F32.sign if abs(spare) < Fraction(1, 1 << 62) else bits
+    return flush(bits, F32)
 
 
 def saturated(bits: int, fmt: Format) -> int:

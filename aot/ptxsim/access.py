@@ -36,6 +36,8 @@ class Access:
     shared: SharedMemory
     params: Block
     local: Block
+    variables: dict[str, int]
+    """Addresses of the module's variables in global and constant memory."""
     wpc: int
     """Warps of a CTA."""
     cluster_size: int
@@ -352,12 +354,22 @@ class Access:
         for space, inside, offset in self._by_space(g, mask, address):
             getattr(self, f"store_{space}")(g, inside, k, offset, *rest)
 
-    @staticmethod
-    def is_space(address: Any, space: str) -> Any:
-        """isspacep."""
-        if space == "global":
-            return address < np.uint64(GENERIC["shared"])
+    def variable(self, name: str, offset: int) -> Any:
+        """The address of a variable of the module in global or constant memory."""
+        return np.full((1, 1), self.variables[name] + offset, np.uint64)
+
+    def is_space(self, g: Gang, address: Any, space: str) -> Any:
+        """isspacep: .shared and .shared::cta are the CTA's own memory, .shared::cluster that of the cluster."""
+        if space in ("global", "const"):
+            constant = np.zeros_like(address, bool)
+            for start, end in self.memory.constants:
+                constant |= (address >= np.uint64(start)) & (address < np.uint64(end))
+            return constant if space == "const" else (address < np.uint64(GENERIC["shared"])) & ~constant
+        space, _, part = space.partition("::")
         base = GENERIC[space]
+        if space == "shared" and part != "cluster" and self.cluster_size > 1:
+            own = np.uint64(base) + (self.rank[g.cta] << RANK_SHIFT).astype(np.uint64)
+            return (address >= own) & (address < own + np.uint64(1 << RANK_SHIFT))
         return (address >= np.uint64(base)) & (address < np.uint64(base + GENERIC["shared"]))
 
     def map_shared(self, g: Gang, k: int, address: Any, rank: Any, generic: bool) -> Any:
@@ -376,6 +388,7 @@ class Access:
     ) -> Any:
         """atom and red: the old values. Lanes of one address follow each other in order of warp and lane."""
         function, dtype = atomic_operation(operation, kind)
+        flushing, _ = atomic_operation(operation, kind, flush=True)
         width = np.dtype(dtype).itemsize
         old = np.zeros((len(g), LANES), WIDTHS[width])
         self._check_aligned(g, mask, k, address, width)
@@ -397,7 +410,7 @@ class Access:
                     whole = (offset - np.uint64(found.origin)).astype(np.int64)
                     self._overlaps(g, lanes, k, found, whole, inside, width, True)
                 some = [o[inside[lanes]] for o in operands]
-                old[inside] = _apply(found.block, index, function, some, dtype, width)
+                old[inside] = _apply(found.block, index, flushing, some, dtype, width)
         return old
 
 

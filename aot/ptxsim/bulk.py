@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,9 +77,7 @@ class BulkCopies(Copies):
 
             self._enqueue(warp, slot, land)
 
-    def _partial(
-        self, g: Gang, k: int, lanes: Any, origin: Any, sizes: Any, size: int, values: list[Any]
-    ) -> list[Any]:
+    def _partial(self, g: Gang, k: int, lanes: Any, origin: Any, sizes: Any, size: int, values: list[Any]) -> list[Any]:
         """Fill in the lanes that read less than they write."""
         data = np.ascontiguousarray(np.stack(values, axis=-1)).view(np.uint8)
         for row, lane in np.argwhere(lanes).tolist():
@@ -216,7 +215,7 @@ class BulkCopies(Copies):
             key, _ = self.mbarrier_at(g, row, lane, k, int(barrier[row, lane]))
             slot, offset = self.mbarrier_key(int(g.cta[row, 0]), int(to[row, lane]))
             if slot != key[0]:
-                self._placed(BarrierFault("the mbarrier of st.async lies in another CTA than its data"), g, k, row, lane)
+                self._placed(BarrierFault("the data and the mbarrier lie in different CTAs"), g, k, row, lane)
             try:
                 read = partial(np.copy, data[row, lane])
                 self._bulk_load(g, row, k, slot, offset, size, key, read, combine, None, proxy=False)
@@ -234,7 +233,8 @@ class BulkCopies(Copies):
         if self.races is not None:
             unit, local = self.races.unit, self.races.async_agent(slot, key[1])
             units = np.arange(start // unit, (start + size) // unit)
-            clock = (self.races.agent(slot, local), self.races.async_write(self, g, row, k, slot, local, units))
+            value = self.races.async_write(self, g, row, k, slot, local, units, proxy=proxy)
+            clock = (self.races.agent(slot, local), value)
 
         def land() -> None:
             place = self.shared.block.data[start : start + size]

@@ -161,6 +161,7 @@ class Scope:
         found = self.specials.get(name)
         if found is None:
             kind = "b64" if name.endswith("64") or name == "globaltimer" else "b32"
+            kind = "pred" if name == "is_explicit_cluster" else kind
             found = Value(kind, {"raw": self.let(f"rt.special(g, {name!r})")})
             if not name.startswith(("clock", "globaltimer")):  # those are read anew each time
                 self.specials[name] = found

@@ -206,13 +206,16 @@ class Copies(Barriers):
 
     def tensor_store(
         self, g: Gang, mask: Any, k: int, tensor: Any, coords: tuple[Any, ...], mode: str, source: Any,
-        combine: Callable[[Any, Any], Any] | None,
+        reduction: str,
     ) -> None:  # fmt: skip
         """cp.async.bulk.tensor (and cp.reduce) from shared to global memory, in the thread's open bulk group."""
         source = spread(source, len(g))
         for row, lane, tile in self._tiles(g, mask, k, tensor, coords, mode):
             slot, offset = self.mbarrier_key(int(g.cta[row, 0]), int(source[row, lane]))
             try:
+                if mode == "tile":
+                    tma.check_store([int(spread(c, len(g)).view(np.int32)[row, lane]) for c in coords])
+                combine = tma.reduction(tile.map, reduction)
                 tile.check_shared(offset, self.shared.size)
             except Fault as error:
                 self._placed(error, g, k, row, lane)
@@ -226,8 +229,9 @@ class Copies(Barriers):
             shared = self.shared.of(slot)
 
             def land(
-                tile: tma.Tile = tile, shared: Any = shared, offset: int = offset, done: Callable[[], None] = done
-            ) -> None:
+                tile: tma.Tile = tile, shared: Any = shared, offset: int = offset, done: Callable[[], None] = done,
+                combine: Callable[[Any, Any], Any] | None = combine,
+            ) -> None:  # fmt: skip
                 tile.store(self._writable, tile.take(shared, offset), combine)
                 done()
 

@@ -16,6 +16,7 @@ from cubinery.aot.ptxsim.emit_copies import plain_copy
 from cubinery.aot.ptxsim.emit_tensorcore import tensor, tensor_wait
 from cubinery.aot.ptxsim.emit_warpgroup import warpgroup, warpgroup_wait
 from cubinery.aot.ptxsim.isa import matrix_memory
+from cubinery.aot.ptxsim.isa.async_copy import combine
 from cubinery.aot.ptxsim.isa.base import (
     DTYPES,
     Address,
@@ -29,7 +30,9 @@ from cubinery.aot.ptxsim.isa.base import (
     flatten,
     register_type,
 )
+from cubinery.aot.ptxsim.isa.copy_forms import TensorCopy, form
 from cubinery.aot.ptxsim.isa.mbarrier import MAX_COUNT
+from cubinery.aot.ptxsim.memory import RANK_SHIFT
 from cubinery.aot.ptxsim.registry import find
 
 CACHE_HINTS = (
@@ -140,6 +143,9 @@ def _stored(scope: Scope, operand: Operand, kind: str) -> str:
 def store(scope: Scope, instr: Instr) -> None:
     """9.7.9.11 st."""
     mods = Modifiers(instr)
+    if mods.take("async"):
+        store_async(scope, instr, mods)
+        return
     space, order = _memory_words(mods)
     hint = mods.take("L2::cache_hint")
     count, kind = _vector(mods), mods.expect(*TYPES)
@@ -164,17 +170,29 @@ _ATOMICS = ("add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas"
 def atomic(scope: Scope, instr: Instr) -> None:
     """9.7.13.5 atom and 9.7.13.6 red."""
     mods = Modifiers(instr)
+    if mods.take("async"):
+        store_async(scope, instr, mods)
+        return
     space, order = _memory_words(mods)
+    hint = mods.take("L2::cache_hint")
+    count = _vector(mods)
+    early = mods.choose(*TYPES)  # atom.global.v2.f32.add is spelt so as well
     operation = mods.expect(*_ATOMICS)
     mods.take("noftz")
-    count, kind = _vector(mods), mods.expect(*TYPES)
+    hint = mods.take("L2::cache_hint") or hint
+    count = max(count, _vector(mods))
+    kind = early or mods.expect(*TYPES)
     mods.done()
     returns = instr.opcode == "atom"
     operands = instr.operands[1:] if returns else instr.operands
-    if len(operands) != (3 if operation == "cas" else 2) or count > 1:
+    if len(operands) != (3 if operation == "cas" else 2) + hint:
         instr.unknown("operands not understood")
     guard = scope.guard(instr.guard)
     mask = scope.mask(guard)
+    if count > 1:
+        _vector_atomic(scope, instr, space, order, operation, kind, count)
+        return
+    operands = operands[: len(operands) - hint]
     values = ", ".join(scope.raw(o, register_type(kind)) for o in operands[1:])
     address = scope.address(operands[0], instr, "b32" if space == "shared" else "b64")
     what = f"{space!r}, {operation!r}, {kind!r}"
@@ -185,6 +203,57 @@ def atomic(scope: Scope, instr: Instr) -> None:
         scope.write(instr.operands[0], Value(register_type(kind), {"raw": scope.let(call)}), guard)
     else:
         scope.emit(call)
+
+
+def _vector_atomic(scope: Scope, instr: Instr, space: str, order: str, operation: str, kind: str, count: int) -> None:
+    """atom and red of .v2 to .v8: each element is atomic by itself (PTX ISA 9.7.13.5)."""
+    returns = instr.opcode == "atom"
+    place, source = instr.operands[1:3] if returns else instr.operands[:2]
+    values = flatten(source)
+    if space not in ("global", "generic") or len(values) != count or not isinstance(place, Address):
+        instr.unknown("operands not understood")
+    guard = scope.guard(instr.guard)
+    mask, width, olds = scope.mask(guard), _width(kind), []
+    scope.emit(
+        f"rt._check_aligned(g, {mask}, {_k(scope, instr)}, {scope.address(place, instr, 'b64')}, {width * count})"
+    )
+    for i, value in enumerate(values):
+        address = scope.address(Address(place.base, place.offset + i * width), instr, "b64")
+        data = scope.raw(value, register_type(kind))
+        what = f"{space!r}, {operation!r}, {kind!r}, {address}, ({data},), {order!r}"
+        olds.append(scope.let(f"rt.atomic(g, {mask}, {_k(scope, instr)}, {what})"))
+    if returns:
+        scope.write_all(instr.operands[0], olds, [register_type(kind)] * count, guard)
+
+
+def store_async(scope: Scope, instr: Instr, mods: Modifiers) -> None:
+    """9.7.9.12 st.async and 9.7.13.7 red.async: to shared memory of the cluster, counted in bytes at an mbarrier."""
+    mods.choose("relaxed")
+    mods.choose(*SCOPES)
+    mods.choose("shared::cluster")
+    mods.expect("mbarrier::complete_tx::bytes")
+    operation = mods.expect(*_ATOMICS) if instr.opcode == "red" else ""
+    count, kind = _vector(mods), mods.expect(*TYPES)
+    mods.done()
+    if len(instr.operands) != 3 or len(flatten(instr.operands[1])) != count:
+        instr.unknown("operands not understood")
+    if operation:
+        combine(operation, kind, instr)
+    address, barrier = (scope.address(instr.operands[i], instr, "b32") for i in (0, 2))
+    values = ", ".join(scope.raw(s, register_type(kind)) for s in flatten(instr.operands[1]))
+    lead = f"g, {scope.mask(scope.guard(instr.guard))}, {_k(scope, instr)}"
+    scope.emit(f"rt.store_async({lead}, {address}, ({values},), {barrier}, {operation!r}, {kind!r})")
+
+
+def cta_rank(scope: Scope, instr: Instr) -> None:
+    """9.7.9.24 getctarank: the CTA of the cluster that a shared address belongs to."""
+    mods = Modifiers(instr)
+    mods.take("shared::cluster")
+    kind = register_type(mods.expect("u32", "u64"))
+    mods.done()
+    address = scope.raw(instr.operands[1], kind)
+    name = scope.let(f"(({address} >> {RANK_SHIFT}) & 0xFF).astype(np.uint32)")
+    scope.write(instr.operands[0], Value("b32", {"raw": name}), scope.guard(instr.guard))
 
 
 def convert_address(scope: Scope, instr: Instr) -> None:
@@ -204,9 +273,12 @@ def convert_address(scope: Scope, instr: Instr) -> None:
 
 def is_space(scope: Scope, instr: Instr) -> None:
     """9.7.9.19 isspacep: does a generic address lie in a space's window?"""
-    (space,) = instr.modifiers
+    mods = Modifiers(instr)
+    space = mods.expect("const", "global", "local", "shared", "shared::cta", "shared::cluster", "param", "param::entry")
+    mods.done()
+    space = space.removesuffix("::entry")
     address = scope.raw(instr.operands[1], "b64")
-    name = scope.let(f"rt.is_space({address}, {SPACES.get(space, space)!r})")
+    name = scope.let(f"rt.is_space(g, {address}, {space!r})")
     scope.write(instr.operands[0], Value("pred", {"raw": name}), scope.guard(instr.guard))
 
 
@@ -409,23 +481,15 @@ def tensor_load(scope: Scope, instr: Instr) -> None:
 
 
 def tensor_store(scope: Scope, instr: Instr) -> None:
-    """9.7.9.27.1.2 cp.async.bulk.tensor, shared to global memory."""
-    mods = Modifiers(instr)
-    if mods.take("reduce"):
-        instr.unknown("is not executed")
-    rank = _tensor_words(mods)
-    mods.expect("global")
-    mods.expect("shared::cta")
-    mode, count = _mode(mods, rank, "scatter4")
-    mods.expect("bulk_group")
-    hint = mods.take("L2::cache_hint")
-    mods.done()
-    if len(instr.operands) != 2 + hint:
+    """9.7.9.27.1.2 cp.async.bulk.tensor and 9.7.9.27.1.3 cp.reduce.async.bulk.tensor, shared to global memory."""
+    found = form(instr)
+    if not isinstance(found, TensorCopy) or found.shared is None:
         instr.unknown("operands not understood")
-    tensor, coords = _tensor_operand(scope, instr, instr.operands[0], count)
-    source = scope.address(instr.operands[1], instr, "b32")
-    mask = scope.mask(scope.guard(instr.guard))
-    scope.emit(f"rt.tensor_store(g, {mask}, {_k(scope, instr)}, {tensor}, {coords}, {mode!r}, {source}, None)")
+    tile = found.mode == "tile"
+    tensor, coords = _tensor_operand(scope, instr, found.tensor, found.rank if tile else 5)
+    source = scope.address(found.shared, instr, "b32")
+    lead = f"g, {scope.mask(scope.guard(instr.guard))}, {_k(scope, instr)}, {tensor}, {coords}"
+    scope.emit(f"rt.tensor_store({lead}, {'tile' if tile else 'gather4'!r}, {source}, {found.reduction!r})")
 
 
 def tensor_prefetch(scope: Scope, instr: Instr) -> None:
@@ -452,6 +516,7 @@ def nothing(_scope: Scope, instr: Instr) -> None:
         "prefetch": {
             "global", "local", "L1", "L2", "L2::evict_last", "L2::evict_normal", "tensormap", "param", "const",
         },
+        "prefetchu": {"L1"},
         "discard": {"global", "L2"},
         "applypriority": {"global", "L2::evict_normal"},
     }  # fmt: skip
@@ -489,6 +554,7 @@ EMITTERS: dict[str, Callable[[Scope, Instr], None]] = {
     "cvta": convert_address,
     "isspacep": is_space,
     "mapa": map_shared,
+    "getctarank": cta_rank,
     "fence": fence,
     "membar": fence,
     "bar": barrier_arrive,
@@ -500,6 +566,7 @@ EMITTERS: dict[str, Callable[[Scope, Instr], None]] = {
     "setmaxnreg": nothing,
     "griddepcontrol": nothing,
     "prefetch": nothing,
+    "prefetchu": nothing,
     "discard": nothing,
     "applypriority": nothing,
     "createpolicy": policy,

@@ -80,6 +80,7 @@ class Machine(TensorCore, BulkCopies, Barriers):
         self.uninitialised = checks.uninitialised
         padded = np.frombuffer(params + bytes(-len(params) % 8 + 16), np.uint8)
         self.params = Block(padded)
+        self.variables = {v.name: memory.variable(kernel.name, v) for v in kernel.static_globals}
         threads = block[0] * block[1] * block[2]
         self.wpc = -(-threads // LANES)
         self.cluster_size = cluster[0] * cluster[1] * cluster[2]

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from cubinery.aot.ptxsim.parser import Variable
+
 WIDTHS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 FULL = {width: np.iinfo(dtype).max for width, dtype in WIDTHS.items()}
 """Marks of an element that has been written as a whole."""
@@ -114,6 +116,9 @@ class GlobalMemory:
     def __init__(self) -> None:
         self._bases: list[int] = []
         self._allocations: list[Allocation] = []
+        self._variables: dict[tuple[str, str], int] = {}
+        self.constants: list[tuple[int, int]] = []
+        """[start, end) of constant variables, which live among the global ones here."""
 
     def allocate(self, size: int, name: str = "allocation") -> int:
         """Uninitialised memory of the simulated device, aligned as cudaMalloc aligns; returns its address."""
@@ -121,6 +126,21 @@ class GlobalMemory:
         base = -(-raw.ctypes.data // 256) * 256
         self.add(Allocation(base, size, False, name, owner=raw))
         return base
+
+    def variable(self, module: str, v: Variable) -> int:
+        """The address of a module's variable; made at first use, with its initial value, or zeros."""
+        found = self._variables.get((module, v.name))
+        if found is None:
+            found = self._variables[module, v.name] = self.allocate(v.size, v.name)
+            held = self.find(found)
+            assert held is not None
+            held.block.data[found - held.origin :][: v.size] = np.frombuffer(
+                (v.data or b"").ljust(v.size, b"\0"), np.uint8
+            )
+            held.initialise()
+            if v.space == "const":
+                self.constants.append((found, found + v.size))
+        return found
 
     def register(self, address: int, size: int, *, initialised: bool = True, name: str = "host buffer") -> None:
         """Make memory of this process accessible; it must stay alive. Replaces registrations that it overlaps."""

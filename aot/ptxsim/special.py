@@ -35,7 +35,7 @@ class SpecialRegisters:
         m = machine
         numbers = {
             "nwarpid": m.wpc, "nsmid": len(m.block_index), "gridid": 0, "cluster_nctarank": m.cluster_size,
-            "is_explicit_cluster": int(m.cluster_size > 1), "dynamic_smem_size": m.dynamic_smem,
+            "dynamic_smem_size": m.dynamic_smem,
             "total_smem_size": m.shared.size - SHARED_BASE,
         }  # fmt: skip
         for axis, i in _AXES.items():
@@ -44,6 +44,7 @@ class SpecialRegisters:
                 f"nclusterid.{axis}": m.grid[i] // m.cluster[i],
             }  # fmt: skip
         self.fixed |= {name: np.full((1, 1), value, np.uint32) for name, value in numbers.items()}
+        self.fixed["is_explicit_cluster"] = np.full((1, 1), m.cluster_size > 1)
 
     def read(self, g: Gang, name: str) -> Any:
         """The register for every lane of a gang. Raises SimError for one that is not modelled."""

@@ -9,7 +9,6 @@ from typing import Any
 from cubinery.aot.ptxsim.accumulators import misuses
 from cubinery.aot.ptxsim.codegen import Scope, build, segment_source
 from cubinery.aot.ptxsim.emit import emit, wait
-from cubinery.aot.ptxsim.errors import SimError
 from cubinery.aot.ptxsim.isa.base import Instr, Register, Symbol
 from cubinery.aot.ptxsim.memory import GENERIC, SHARED_BASE
 from cubinery.aot.ptxsim.parser import Entry, Module, Variable
@@ -60,6 +59,7 @@ class Translation:
         self._shared: set[str] = set()
         at, dynamic_align = SHARED_BASE, 16
         self.static_globals: list[Variable] = []
+        """Variables in global or constant memory; `GlobalMemory.variable` places them."""
         local = 0
         for v in variables:
             if v.space == "shared" and not v.extern:
@@ -80,14 +80,13 @@ class Translation:
             if v.space == "shared" and v.extern:
                 self._addresses[v.name] = self.dynamic_start
                 self._shared.add(v.name)
-        if self.static_globals:
-            names = ", ".join(v.name for v in self.static_globals)
-            raise SimError(f"{self.name}: module variables in global or constant memory are not executed: {names}")
 
     def symbol(self, symbol: Symbol) -> int | str:
         """The address of a variable or parameter in its own window: a number, or an expression where it depends."""
         if symbol.name in self._params:
             return GENERIC["param"] + self._params[symbol.name].offset + symbol.offset
+        if any(v.name == symbol.name for v in self.static_globals):
+            return f"rt.variable({symbol.name!r}, {symbol.offset})"
         if symbol.name not in self._addresses:
             raise ValueError(f"unknown symbol {symbol.name}")
         address = self._addresses[symbol.name] + symbol.offset

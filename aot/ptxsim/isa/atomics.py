@@ -1,7 +1,8 @@
 """What atom and red compute on an element of memory (PTX ISA 9.7.13.5, 9.7.13.6).
 
 Functions take raw bits (old, operand...) and return the new bits. Floats add with one rounding to nearest even; f16,
-bf16 and their pairs keep subnormals (.noftz). A NaN sum is canonical.
+bf16 and their pairs keep subnormals (.noftz); f32 does in shared memory, while in global memory it flushes them.
+A NaN sum is canonical but for f64, which keeps payloads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from cubinery.aot.ptxsim.isa.half import narrow, widen
 from cubinery.aot.ptxsim.isa.rounding import to_odd, two_sum
-from cubinery.aot.ptxsim.isa.values import Array, canonical32, canonical64, packed16
+from cubinery.aot.ptxsim.isa.values import Array, canonical32, flush32, packed16, propagate64
 
 Function = Callable[..., Any]
 
@@ -36,8 +37,13 @@ def _add_f32(old: Array, new: Array) -> Array:
     return canonical32(old.view(np.float32) + new.view(np.float32))
 
 
+def _add_f32_flushed(old: Array, new: Array) -> Array:
+    return canonical32(flush32(flush32(old.view(np.float32)) + flush32(new.view(np.float32))))
+
+
 def _add_f64(old: Array, new: Array) -> Array:
-    return canonical64(old.view(np.float64) + new.view(np.float64))
+    a, b = old.view(np.float64), new.view(np.float64)
+    return propagate64(a + b, a, b)
 
 
 def _add_half(name: str) -> Function:
@@ -54,8 +60,13 @@ _FLOAT_ADD: dict[str, tuple[Function, Any]] = {
 }
 
 
-def atomic(operation: str, kind: str) -> tuple[Function, Any]:
-    """(function, NumPy type that it works on) of an operation. Raises ValueError where PTX has none."""
+def atomic(operation: str, kind: str, flush: bool = False) -> tuple[Function, Any]:
+    """(function, NumPy type that it works on) of an operation. Raises ValueError where PTX has none.
+
+    `flush`: as global memory does it.
+    """
+    if flush and (operation, kind) == ("add", "f32"):
+        return _add_f32_flushed, np.uint32
     if operation == "add" and kind in _FLOAT_ADD:
         return _FLOAT_ADD[kind]
     kinds = {

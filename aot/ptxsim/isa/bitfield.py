@@ -92,10 +92,15 @@ def fns(instr: Instr) -> Compiled:
     return ternary("b32", find)
 
 
+def _place(number: Array, kind: IntType) -> Array:
+    return (number if kind.width == 64 else number & 0xFF).astype(np.int64)
+
+
 def bfe(instr: Instr) -> Compiled:
     """9.7.1.19 bfe: `len` bits from `pos`, extended; bits past the top repeat the sign for signed types.
 
-    pos and len are taken modulo 256. With len 0 the result is 0; the sign is bit min(pos + len - 1, msb).
+    pos and len are taken modulo 256; PTX asks for 0 to 255, and code for 64 bits that ptxas makes does not cut them.
+    With len 0 the result is 0; the sign is bit min(pos + len - 1, msb).
     """
     mods = Modifiers(instr)
     kind = _kind(mods, "u32", "u64", "s32", "s64")
@@ -103,7 +108,7 @@ def bfe(instr: Instr) -> Compiled:
     top = kind.width - 1
 
     def extract(a: Array, position: Array, length: Array) -> Array:
-        at, count = (position & 0xFF).astype(np.int64), (length & 0xFF).astype(np.int64)
+        at, count = _place(position, kind), _place(length, kind)
         field = np.where(at > top, 0, a >> np.minimum(at, top).astype(kind.bits))
         mask = ~np.where(count > top, 0, kind.bits((1 << kind.width) - 1) << np.minimum(count, top).astype(kind.bits))
         if not kind.signed:
@@ -127,7 +132,7 @@ def bfi(instr: Instr) -> Compiled:
     ones = kind.bits((1 << kind.width) - 1)
 
     def insert(a: Array, b: Array, position: Array, length: Array) -> Array:
-        at, count = (position & 0xFF).astype(np.int64), (length & 0xFF).astype(np.int64)
+        at, count = _place(position, kind), _place(length, kind)
         shift = np.minimum(at, top).astype(kind.bits)
         field = ~np.where(count > top, 0, ones << np.minimum(count, top).astype(kind.bits))
         mask = np.where(at > top, 0, field.astype(kind.bits) << shift)

@@ -177,6 +177,34 @@ def _store(value: Array, name: str, mode: str, ftz: bool, sat: bool) -> Array:
     return formats.encode(np.asarray(value), formats.FORMATS[name], mode).astype(np.uint16)
 
 
+_MANTISSA = {"f16": 10, "bf16": 7, "f32": 23, "f64": 52}
+
+
+def _nan_codes(bits: Array, source: str, to: str) -> Array:
+    """NaN of one float type as those of another: sign and leading payload kept, made quiet."""
+    wide = bits.astype(np.uint64)
+    from_, into = _MANTISSA[source], _MANTISSA[to]
+    payload = wide & np.uint64((1 << from_) - 1)
+    payload = payload << np.uint64(into - from_) if into >= from_ else payload >> np.uint64(from_ - into)
+    width = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
+    sign = (wide >> np.uint64(width[source] - 1)) & np.uint64(1)
+    exponent = ((1 << (width[to] - 1 - into)) - 1) << into | 1 << (into - 1)
+    return payload | np.uint64(exponent) | sign << np.uint64(width[to] - 1)
+
+
+def _keep_nan(convert: Callable[[Array], Array], form: Conversion) -> Callable[[Array], Array]:
+    """Conversions from or to .f64, and from .bf16 to .f32, keep what they can of a NaN."""
+
+    def function(bits: Array) -> Array:
+        result = convert(bits)
+        nan = np.isnan(formats.decode(bits, form.source) if form.source != "f64" else bits.view(np.float64))
+        if np.count_nonzero(nan):
+            result = np.where(nan, _nan_codes(bits, form.source, form.to).astype(result.dtype), result)
+        return result
+
+    return function
+
+
 def _to_float(instr: Instr, form: Conversion) -> Compiled:
     register = _REGISTERS[form.to]
     if form.rounding in ("rna", "rs"):
@@ -193,9 +221,12 @@ def _to_float(instr: Instr, form: Conversion) -> Compiled:
     mode = form.rounding or "rn"
 
     def convert(bits: Array) -> Array:
-        value = float_value(bits, form.source, form.ftz)
+        value = float_value(bits, form.source, form.ftz and form.to != "f16")  # silicon flushes no source of an f16
         if form.integer_rounding:
             value = _TO_INTEGER[form.integer_rounding](value)
+        if form.to == "f64" and form.ftz and form.source == "f32":
+            value = canonical32(value.astype(np.float32)).view(np.float32).astype(np.float64)
+            return np.asarray(saturate(value) if form.sat else value).view(np.uint64)
         if form.to == "f64":
             return canonical64(saturate(value) if form.sat else value)
         return _store(value, form.to, mode, form.ftz, form.sat)
@@ -206,6 +237,10 @@ def _to_float(instr: Instr, form: Conversion) -> Compiled:
             return Compiled((register,), (source,), lambda a: formats.nearest_f16(a).astype(np.uint16))
         if form.to == "bf16":
             return Compiled((register,), (source,), lambda a: (formats.nearest_bf16(a) >> 16).astype(np.uint16))
+    if not form.sat and ("f64" in (form.to, form.source) and not (form.ftz and form.source == "f32")):
+        return Compiled((register,), (source,), _keep_nan(convert, form))
+    if (form.source, form.to) == ("bf16", "f32") and not (form.sat or form.ftz or form.integer_rounding):
+        return Compiled((register,), (source,), lambda a: a.astype(np.uint32) << 16)
     return Compiled((register,), (source,), convert)
 
 

@@ -99,7 +99,10 @@ def _nearest_bf16x2(a: Array, b: Array) -> Array:
 
 
 def to_tf32(instr: Instr, form: Conversion) -> Compiled:
-    """cvt.{rna,rn,rz}{.relu}{.satfinite}.tf32.f32: the low 13 bits of the register are 0, a NaN is canonical."""
+    """cvt.{rna,rn,rz}{.relu}{.satfinite}.tf32.f32: the low 13 bits of the register are 0.
+
+    On an H200 a NaN becomes 0x7fffe000, but with .rna its own bits without those 13.
+    """
     if form.source != "f32" or form.rounding not in ("rna", "rn", "rz") or form.sat or form.ftz:
         instr.unknown("no such conversion to tf32")
     if form.relu and form.rounding == "rna":
@@ -109,7 +112,7 @@ def to_tf32(instr: Instr, form: Conversion) -> Compiled:
     def convert(bits: Array) -> Array:
         value = _clamped(bits.view(np.float32).astype(np.float64), form.relu)
         codes = formats.encode(value, fmt, form.rounding, form.satfinite).astype(np.uint32) << 13
-        return np.where(np.isnan(value), NAN32, codes)
+        return np.where(np.isnan(value), bits & 0xFFFFE000 if form.rounding == "rna" else NAN32 & 0xFFFFE000, codes)
 
     return Compiled(("b32",), ("b32",), convert)
 

@@ -17,7 +17,7 @@ import numpy as np
 from cubinery.aot.ptxsim.isa import rounding
 from cubinery.aot.ptxsim.isa.base import Compiled, Instr, Modifiers, Operation, binary, register_type
 from cubinery.aot.ptxsim.isa.formats import decode
-from cubinery.aot.ptxsim.isa.values import Array, canonical32, flush32, packed32, saturate
+from cubinery.aot.ptxsim.isa.values import MIN_NORMAL32, Array, canonical32, flush32, packed32, saturate
 
 TYPES = frozenset({"f32", "f32x2"})
 
@@ -61,6 +61,21 @@ def _in_mode(opcode: str, mode: str) -> Callable[..., Array]:
     return partial(directed[opcode], mode=mode)
 
 
+def _tiny_before_flush(fn: Callable[..., Array]) -> Callable[..., Array]:
+    """A product (plus a sum) for .ftz: what rounds up to 2**-126 only for want of exponents is subnormal too."""
+    scale = F32(2.0**64)
+
+    def function(a: Array, b: Array, *c: Array) -> Array:
+        value = fn(a, b, *c)
+        edge = np.abs(value) == MIN_NORMAL32
+        if not np.count_nonzero(edge):
+            return value
+        wide = fn(a * scale, b, *(addend * scale for addend in c))  # the same places, exponents to spare
+        return np.where(edge & (np.abs(wide) < MIN_NORMAL32 * scale), value * F32(0), value)
+
+    return function
+
+
 def _fused_nearest(a: Array, b: Array, c: Array) -> Array:
     """fma.rn.f32 of raw bits; fma_nearest has seen to NaN."""
     return rounding.fma_nearest(a.view(F32), b.view(F32), c.view(F32)).view(np.uint32)
@@ -79,7 +94,10 @@ def arithmetic(instr: Instr) -> Compiled:
     narrow = mods.choose("f16", "bf16") if kind == "f32" and instr.opcode in ("add", "sub", "fma") else ""
     mods.done()
     count = 3 if fused else 2
-    function = on_bits(_in_mode(instr.opcode, mode), count, ftz, sat)
+    plain = _in_mode(instr.opcode, mode)
+    if ftz and instr.opcode not in ("add", "sub"):
+        plain = _tiny_before_flush(plain)
+    function = on_bits(plain, count, ftz, sat)
     if fused and mode == "rn" and not (ftz or sat):
         function = _fused_nearest
     if kind == "f32x2":
@@ -192,7 +210,7 @@ def copysign(instr: Instr) -> Compiled:
 
 
 def testp(instr: Instr) -> Compiled:
-    """9.7.3.1 testp: the class of a value."""
+    """9.7.3.1 testp: the class of a value; zeros count as normal."""
     mods = Modifiers(instr)
     kinds = ("finite", "infinite", "number", "notanumber", "normal", "subnormal")
     test, kind = mods.expect(*kinds), mods.expect("f32", "f64")
@@ -204,7 +222,7 @@ def testp(instr: Instr) -> Compiled:
         "infinite": f"np.isinf({value})",
         "number": f"{value} == {value}",
         "notanumber": f"{value} != {value}",
-        "normal": f"({size} >= {least}) & np.isfinite({value})",
+        "normal": f"(({size} >= {least}) | ({value} == 0)) & np.isfinite({value})",
         "subnormal": f"({size} < {least}) & ({value} != 0)",
     }
     return Compiled(("pred",), (register_type(kind),), text=texts[test])

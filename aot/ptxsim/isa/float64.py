@@ -16,7 +16,7 @@ import numpy as np
 from cubinery.aot.ptxsim.isa import float32
 from cubinery.aot.ptxsim.isa.base import Compiled, Instr, Modifiers, Operation, binary, unary
 from cubinery.aot.ptxsim.isa.rounding import MODES
-from cubinery.aot.ptxsim.isa.values import Array, canonical64
+from cubinery.aot.ptxsim.isa.values import Array, propagate64
 
 TYPES = frozenset({"f64"})
 
@@ -103,9 +103,17 @@ def square_root(value: Array, mode: str) -> Array:
     return np.asarray(np.vectorize(one, otypes=[np.float64])(value, nearest))
 
 
-def on_bits(fn: Callable[..., Array]) -> Callable[..., Array]:
-    """A function of f64 values as one of raw bits, NaN made canonical."""
-    return lambda *sources: canonical64(fn(*(source.view(np.float64) for source in sources)))
+_NAN_ORDER = {"fma": (0, 2, 1), "mad": (0, 2, 1), "div": (1, 0)}
+
+
+def on_bits(fn: Callable[..., Array], order: tuple[int, ...] = (0, 1)) -> Callable[..., Array]:
+    """A function of f64 values as one of raw bits; of several NaN the last in `order` is kept, as on an H200."""
+
+    def function(*sources: Array) -> Array:
+        values = [source.view(np.float64) for source in sources]
+        return propagate64(fn(*values), *(values[i] for i in order if i < len(values)))
+
+    return function
 
 
 def arithmetic(instr: Instr) -> Compiled:
@@ -116,16 +124,17 @@ def arithmetic(instr: Instr) -> Compiled:
     mods.expect("f64")
     mods.done()
     count = 3 if instr.opcode in ("fma", "mad") else 2
-    return Compiled(("b64",), ("b64",) * count, on_bits(function(instr.opcode, mode)))
+    run = on_bits(function(instr.opcode, mode), _NAN_ORDER.get(instr.opcode, (0, 1)))
+    return Compiled(("b64",), ("b64",) * count, run)
 
 
-def _sign_only(text: str) -> Callable[[Instr], Compiled]:
+def _sign_only(change: Callable[..., Any]) -> Callable[[Instr], Compiled]:
     def specialise(instr: Instr) -> Compiled:
-        """9.7.3.9 abs, 9.7.3.10 neg of f64: the sign bit."""
+        """9.7.3.9 abs, 9.7.3.10 neg of f64: the sign bit; a NaN keeps its own, as on an H200."""
         mods = Modifiers(instr)
         mods.expect("f64")
         mods.done()
-        return Compiled(("b64",), ("b64",), text=text)
+        return unary("b64", on_bits(change))
 
     return specialise
 
@@ -151,8 +160,8 @@ def root(mode: str) -> Compiled:
 
 OPCODES: dict[str, Operation] = {
     **{name: Operation(arithmetic) for name in ("add", "sub", "mul", "fma", "mad", "div")},
-    "abs": Operation(_sign_only("{0} & np.uint64(0x7fffffffffffffff)")),
-    "neg": Operation(_sign_only("{0} ^ np.uint64(0x8000000000000000)")),
+    "abs": Operation(_sign_only(np.abs)),
+    "neg": Operation(_sign_only(np.negative)),
     "min": Operation(min_max),
     "max": Operation(min_max),
     "copysign": Operation(float32.copysign),

@@ -102,15 +102,15 @@ def _through_f32(opcode: str, name: str) -> Callable[[Array, Array], Array]:
     return lambda a, b: narrow(ufunc(decode(a, name), decode(b, name)), name)
 
 
-OOB_NAN = 0x7FFF
-"""What a tensor map's NaN fill leaves out of bounds, in f16 and in bf16 (PTX ISA 5.5.6)."""
+OOB_NAN = 0x7FF7
+"""What a tensor map's NaN fill leaves out of bounds, in f16 and in bf16 (PTX ISA 5.5.6), as an H200 writes it."""
 
 
 def _clear_oob(fn: Callable[..., Array]) -> Callable[..., Array]:
-    """fma of which the result is 0 where a factor is the NaN of out-of-bounds elements."""
+    """fma of which the result is 0 where a factor is the NaN of out-of-bounds elements, of either sign."""
 
     def function(a: Array, b: Array, c: Array) -> Array:
-        return np.where((a == OOB_NAN) | (b == OOB_NAN), np.uint16(0), fn(a, b, c))
+        return np.where(((a & 0x7FFF) == OOB_NAN) | ((b & 0x7FFF) == OOB_NAN), np.uint16(0), fn(a, b, c))
 
     return function
 

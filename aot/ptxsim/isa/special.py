@@ -57,6 +57,8 @@ def approximate(instr: Instr) -> Compiled:
     ftz = mods.take("ftz")
     if instr.opcode in ("rcp", "rsqrt") and mods.take("f64"):
         mods.done()
+        if instr.opcode == "rsqrt" and not ftz:  # ptxas expands it to more than the approximation
+            return unary("b64", float64.on_bits(_reciprocal_root))
         if instr.opcode == "rcp" and not ftz:
             instr.unknown("rcp.approx of .f64 takes .ftz")
         return unary("b64", _upper_half(_APPROXIMATE[instr.opcode], ftz))

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from cubinery.aot.ptxsim.faults import DescriptorFault, MisalignedFault, OutOfBoundsFault
+from cubinery.aot.ptxsim.isa.async_copy import combine
 from cubinery.aot.ptxsim.isa.containers import DATA_BYTES
 from cubinery.aot.ptxsim.isa.swizzle import SWIZZLES, chunks
 from cubinery.aot.ptxsim.tensormap import TensorMap
@@ -43,9 +44,12 @@ class ElementType:
     """Name of the padded container in shared memory: 16 bytes for 16 elements."""
     ptx: str = ""
     """The type that .reduce computes in."""
+    rounds: bool = False
+    """A load rounds to tf32."""
 
 
-_NAN32, _NAN64 = 0x7FFFFFFF, 0x7FF8000000000000
+_NAN16, _NAN32, _NAN64 = 0x7FF7, 0x7FF77FF7, 0x7FF77FF77FF77FF7
+"""What an H200 fills with: one pattern of 16 bits, repeated."""
 ELEMENTS: dict[str, ElementType] = {
     element.name: element
     for element in (
@@ -55,13 +59,13 @@ ELEMENTS: dict[str, ElementType] = {
         ElementType("int32", 32, ptx="s32"),
         ElementType("uint64", 64, ptx="u64"),
         ElementType("int64", 64, ptx="s64"),
-        ElementType("float16", 16, 0x7FFF, ptx="f16"),
+        ElementType("float16", 16, _NAN16, ptx="f16"),
         ElementType("float32", 32, _NAN32, ptx="f32"),
         ElementType("float64", 64, _NAN64, ptx="f64"),
-        ElementType("bfloat16", 16, 0x7FFF, ptx="bf16"),
+        ElementType("bfloat16", 16, _NAN16, ptx="bf16"),
         ElementType("float32_ftz", 32, _NAN32, ptx="f32"),
-        ElementType("tfloat32", 32, _NAN32),
-        ElementType("tfloat32_ftz", 32, _NAN32),
+        ElementType("tfloat32", 32, _NAN32, rounds=True),
+        ElementType("tfloat32_ftz", 32, _NAN32, rounds=True),
         ElementType("16u4_align8b", 4),
         ElementType("16u4_align16b", 4, padded="b4x16_p64"),
         ElementType("16u6_align16b", 6, padded="b6x16_p32"),
@@ -171,7 +175,8 @@ class Tile:
         image = self.blank()
         low, size = self.extent()
         if size:
-            image[self.exists, self.first : self.last] = self._window(span, low, size)
+            data = self._window(span, low, size)
+            image[self.exists, self.first : self.last] = tf32(data) if self.shape.element.rounds else data
         return image
 
     def _window(self, span: Span, low: int, size: int) -> Array:
@@ -274,6 +279,33 @@ def tile(m: TensorMap, coordinates: Sequence[int]) -> Tile:
         rows = (at[:, None] * m.strides[d - 1] + rows).ravel()
         exists = (inside[:, None] & exists).ravel()
     return Tile(m, shape(m), rows, exists, first, last)
+
+
+def check_store(coordinates: Sequence[int]) -> None:
+    """A box may pass the end of the tensor where it is stored, but on an H200 a negative corner is illegal."""
+    if min(coordinates) < 0:
+        raise OutOfBoundsFault(f"a box stored at {tuple(coordinates)}: expected no negative coordinate")
+
+
+def reduction(m: TensorMap, name: str) -> Callable[[Array, Array], Array] | None:
+    """The function of (old, new) bytes of cp.reduce.async.bulk.tensor; None for a store.
+
+    Raises DescriptorFault where the map's element type has no such reduction.
+    """
+    if not name:
+        return None
+    try:
+        return combine(name, ELEMENTS[m.dtype].ptx)
+    except (KeyError, ValueError):
+        raise DescriptorFault(f"reduction .{name} with a tensor map of {m.dtype}: does not exist") from None
+
+
+def tf32(data: Array) -> Array:
+    """Bytes of f32 rounded to nearest tf32, NaN canonical; neither this nor .float32_ftz flushes, on an H200."""
+    bits = np.ascontiguousarray(data).view(np.uint32)
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    rounded = (bits + np.uint32(0x0FFF) + ((bits >> 13) & 1)) & np.uint32(0xFFFFE000)
+    return np.where(nan, np.uint32(0x7FFFE000), rounded).view(np.uint8)
 
 
 def gather(m: TensorMap, column: int, rows: Sequence[int]) -> Tile:

@@ -132,6 +132,19 @@ def canonical64(value: Array) -> Array:
     return np.where(nan, NAN64, bits) if np.count_nonzero(nan) else bits
 
 
+_QUIET64 = np.uint64(0x0008000000000000)
+
+
+def propagate64(value: Array, *sources: Array) -> Array:
+    """Bits of f64 results: a NaN is that of the last source that is one, made quiet: PTX keeps payloads."""
+    bits = canonical64(value)
+    nan = value != value
+    if np.count_nonzero(nan):
+        for source in sources:
+            bits = np.where(nan & (source != source), source.view(np.uint64) | _QUIET64, bits)
+    return bits
+
+
 def flush32(value: Array) -> Array:
     """f32 values with subnormals replaced by zeros of the same sign (.ftz); NaN and infinity stay."""
     return np.multiply(value, np.abs(value) >= MIN_NORMAL32)

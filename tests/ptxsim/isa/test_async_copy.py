@@ -59,8 +59,10 @@ def reg(name: str) -> Register:
             BulkCopy("shared", "global", reg("%r2"), at("%r1"), at("%d1"), at("%r3")),
         ),
         (
-            ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-            "[%r1], [%d1], 64, [%r3], %h1, %d2"),
+            (
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+                "[%r1], [%d1], 64, [%r3], %h1, %d2"
+            ),
             BulkCopy("shared", "global", Immediate(64), at("%r1"), at("%d1"), at("%r3"), mask=reg("%h1")),
         ),
         (
@@ -77,8 +79,10 @@ def reg(name: str) -> Register:
             BulkCopy("global", "shared", reg("%r2"), at("%d1"), at("%r1"), reduction="add", type="bf16"),
         ),
         (
-            ("cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.inc.u32 "
-            "[%r1], [%r2], %r4, [%r3]"),
+            (
+                "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.inc.u32 "
+                "[%r1], [%r2], %r4, [%r3]"
+            ),
             BulkCopy("shared", "shared", reg("%r4"), at("%r1"), at("%r2"), at("%r3"), reduction="inc", type="u32"),
         ),
     ],

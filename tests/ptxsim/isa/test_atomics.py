@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from ptx_floats import NAMES, add, decode, encode, specials
+from ptx_floats import NAMES, add, decode, encode, flush, payload_kept, specials
 
 from cubinery.aot.ptxsim.isa.atomics import atomic
 
@@ -44,14 +44,23 @@ def test_cas() -> None:
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "f32", "f64"])
 def test_sums(kind: str) -> None:
-    """One rounding to nearest even, subnormals kept, NaN canonical."""
+    """One rounding to nearest even, subnormals kept but by f32 in global memory, NaN canonical but of f64."""
     fmt = NAMES[kind]
     edges = specials(fmt)
     a, b = [x for x in edges for _ in edges], [y for _ in edges for y in edges]
     function, dtype = atomic("add", kind)
     with np.errstate(all="ignore"):
         found = [int(v) for v in function(np.array(a, dtype), np.array(b, dtype))]
-    assert found == [encode(add(decode(x, fmt), decode(y, fmt), "rn"), fmt) for x, y in zip(a, b, strict=True)]
+    expected = [encode(add(decode(x, fmt), decode(y, fmt), "rn"), fmt) for x, y in zip(a, b, strict=True)]
+    if kind == "f64":
+        expected = [payload_kept(bits, x, y) for bits, x, y in zip(expected, a, b, strict=True)]
+    assert found == expected
+    if kind == "f32":
+        flushing, _ = atomic("add", kind, flush=True)
+        with np.errstate(all="ignore"):
+            found = [int(v) for v in flushing(np.array(a, dtype), np.array(b, dtype))]
+        sources = [(decode(flush(x, fmt), fmt), decode(flush(y, fmt), fmt)) for x, y in zip(a, b, strict=True)]
+        assert found == [flush(encode(add(x, y, "rn"), fmt), fmt) for x, y in sources]
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])

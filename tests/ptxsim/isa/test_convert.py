@@ -27,6 +27,7 @@ from ptx_floats import (
     encode,
     flush,
     is_negative,
+    payload_kept,
     sample,
     saturated,
     specials,
@@ -149,11 +150,23 @@ def test_float_to_integer(source: str, target: str, mode: str) -> None:
     assert run(f"cvt.{mode}.{target}.{source}", values, to=to) == [apply(x) for x in values]
 
 
+def nan_kept(bits: int, fmt: Format, to: Format, keeps: bool) -> int:
+    """A NaN with its sign and the payload that has room, made quiet (bf16 to f32 only moves it); 0 for the rest."""
+    magnitude = bits & ~fmt.sign
+    if not keeps or magnitude <= fmt.inf:
+        return 0
+    shift = to.mantissa - fmt.mantissa
+    field = magnitude - fmt.inf
+    field = field << shift if shift >= 0 else field >> -shift
+    quiet = 0 if (fmt.mantissa, to.mantissa) == (7, 23) else 1 << (to.mantissa - 1)
+    return to.inf | field | quiet | (to.sign if bits & fmt.sign else 0)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
 def test_float_to_float(target: str, source: str, mode: str) -> None:
-    """One rounding from the exact source; .sat clamps; .ftz flushes f32 on either side; NaN is canonical."""
+    """One rounding from the exact source; .sat clamps; .ftz flushes f32, but for f16; NaN is canonical, or kept."""
     fmt, to = NAMES[source], NAMES[target]
     values = float_values(fmt) + [encode(decode(x, to), fmt) for x in specials(to)]
     if FLOATS.index(target) >= FLOATS.index(source) and source != "bf16" and target != "bf16":
@@ -162,13 +175,21 @@ def test_float_to_float(target: str, source: str, mode: str) -> None:
         name, mode = "cvt", "rn"
     else:
         name = f"cvt.{mode}"
-    bits = [encode(decode(x, fmt), to, mode) for x in values]
+    canonical = [encode(decode(x, fmt), to, mode) for x in values]
+    keeps = "f64" in (source, target) or (source, target) == ("bf16", "f32")
+    bits = [nan_kept(x, fmt, to, keeps and source != target) or y for x, y in zip(values, canonical, strict=True)]
+    if source == target == "f64":
+        bits = [payload_kept(y, x) for x, y in zip(values, canonical, strict=True)]
     assert run(f"{name}.{target}.{source}", values) == bits
     if "bf16" not in (source, target):
         assert run(f"{name}.sat.{target}.{source}", values) == [saturated(x, to) for x in bits]
     if "f32" in (source, target):
-        inputs = [flush(x, fmt) if source == "f32" else x for x in values]
+        inputs = [flush(x, fmt) if source == "f32" and target != "f16" else x for x in values]
         outputs = [encode(decode(x, fmt), to, mode) for x in inputs]
+        if source == "f32" and target == "f64":  # the canonical NaN of f32, widened
+            outputs = [0x7FFFFFFFE0000000 if x == to.nan else x for x in outputs]
+        elif source == "f64":
+            outputs = [nan_kept(x, fmt, to, True) or y for x, y in zip(values, outputs, strict=True)]
         outputs = [flush(x, to) if target == "f32" else x for x in outputs]
         assert run(f"{name}.ftz.{target}.{source}", values) == outputs
 
@@ -177,7 +198,8 @@ def test_widening_needs_no_mode() -> None:
     """Widening conversions are exact and are written without a rounding mode; narrowing ones are refused so."""
     values = specials(F16)
     assert run("cvt.f32.f16", values) == [encode(decode(x, F16), F32) for x in values]
-    assert run("cvt.f64.f32", specials(F32)) == [encode(decode(x, F32), F64) for x in specials(F32)]
+    wide = [nan_kept(x, F32, F64, True) or encode(decode(x, F32), F64) for x in specials(F32)]
+    assert run("cvt.f64.f32", specials(F32)) == wide
     for name in ("cvt.f16.f32", "cvt.f32.f64", "cvt.bf16.f16", "cvt.f32.s32", "cvt.s32.f32"):
         with pytest.raises(UnknownInstruction):
             specialise(name)
@@ -192,7 +214,7 @@ def test_round_to_integral_float(kind: str, mode: str) -> None:
     def apply(bits: int) -> int:
         value = decode(bits, fmt)
         if not isinstance(value, Fraction):
-            return encode(value, fmt)
+            return payload_kept(encode(value, fmt), bits) if kind == "f64" else encode(value, fmt)
         whole = ROUND[mode](value)
         return encode(Fraction(whole) if whole else math.copysign(0.0, -1 if is_negative(value) else 1), fmt)
 
@@ -235,7 +257,7 @@ def test_halves(kind: str, mode: str, suffix: str) -> None:
 @pytest.mark.parametrize("mode", ["rna", "rn", "rz"])
 @pytest.mark.parametrize("suffix", ["", ".relu", ".satfinite"])
 def test_tf32(mode: str, suffix: str) -> None:
-    """cvt to tf32: ties away (rna) or to even, the low 13 bits zero, NaN 0x7fffffff."""
+    """cvt to tf32: ties away (rna) or to even, the low 13 bits zero; NaN 0x7fffe000, with .rna its own bits."""
     values = f32_values(TF32)
     if (mode, suffix) == ("rna", ".relu"):
         with pytest.raises(UnknownInstruction, match=r"takes no \.relu"):
@@ -244,7 +266,8 @@ def test_tf32(mode: str, suffix: str) -> None:
 
     def apply(bits: int) -> int:
         value = clamp(decode(bits, F32), "relu" in suffix)
-        return 0x7FFFFFFF if value != value else encode(value, TF32, mode, "satfinite" in suffix) << 13
+        nan = bits & 0xFFFFE000 if mode == "rna" else 0x7FFFE000
+        return nan if value != value else encode(value, TF32, mode, "satfinite" in suffix) << 13
 
     assert run(f"cvt.{mode}{suffix}.tf32.f32", values) == [apply(x) for x in values]
 

@@ -189,9 +189,9 @@ def test_refused(name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fma_oob(kind: str) -> None:
-    """9.7.4.4 fma.oob: a factor that is the NaN of out-of-bounds elements gives 0; other NaNs are NaN."""
+    """9.7.4.4 fma.oob: a factor that is an out-of-bounds NaN, of either sign, gives 0; other NaNs are NaN."""
     one, other = (0x3C00, 0x7E00) if kind == "f16" else (0x3F80, 0x7FC0)
-    factors = [0x7FFF, one, other, one], [one, 0x7FFF, one, one]
+    factors = [0x7FF7, one, other, one], [one, 0xFFF7, one, one]
     assert run(f"fma.rn.oob.{kind}", *factors, [one] * 4) == [0, 0, 0x7FFF, 0x4000]
     assert run(f"fma.rn.oob.relu.{kind}", *factors, [one | 0x8000] * 4) == [0, 0, 0x7FFF, 0]
     assert run(f"fma.rn.oob.{kind}x2", *(joined(f, f[::-1]) for f in factors), joined([one] * 4, [one] * 4)) == joined(

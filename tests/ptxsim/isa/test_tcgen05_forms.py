@@ -123,9 +123,7 @@ def test_forms(text: str, expected: Form) -> None:
     ],
 )
 def test_scale_vectors(word: str, kind: str, size: int) -> None:
-    read_form = read(
-        f"tcgen05.mma.cta_group::1.kind::{kind}.block_scale{word} [%r1], %d1, %d2, %r2, [%r3], [%r4], %p1"
-    )
+    read_form = read(f"tcgen05.mma.cta_group::1.kind::{kind}.block_scale{word} [%r1], %d1, %d2, %r2, [%r3], [%r4], %p1")
     assert isinstance(read_form, Mma)
     assert read_form.vector == size
 

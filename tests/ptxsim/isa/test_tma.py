@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cubinery.aot.ptxsim.faults import DescriptorFault, MisalignedFault, OutOfBoundsFault
+from cubinery.aot.ptxsim.isa import tma
 from cubinery.aot.ptxsim.isa.tma import ELEMENTS, gather, multicast, shape, tile
 from cubinery.aot.ptxsim.tensormap import TensorMap
 
@@ -238,3 +239,37 @@ def test_multicast_masks() -> None:
     for mask in (0, 0b10000):
         with pytest.raises(DescriptorFault):
             multicast(mask, 4)
+
+
+def test_loads_round_to_tf32() -> None:
+    """To nearest, subnormals kept, NaN 0x7fffe000, as an H200 does; .tfloat32_ftz the same."""
+    words = np.array([0x006A8721, 0xBFCBD4AC, 0x7F800001, 0xFF800000, 0x3F801000, 0x3F803000], np.uint32)
+    rounded = [0x006A8000, 0xBFCBE000, 0x7FFFE000, 0xFF800000, 0x3F800000, 0x3F804000]
+    assert tma.tf32(words.view(np.uint8)).view(np.uint32).tolist() == rounded
+
+
+def test_a_box_is_stored_from_a_corner_that_is_not_negative() -> None:
+    tma.check_store([0, 1000])
+    with pytest.raises(OutOfBoundsFault, match="no negative"):
+        tma.check_store([8, -1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "old", "new", "found"),
+    [("uint32", "inc", [3, 9], [5, 5], [4, 0]), ("int32", "min", [-3, 9], [5, 5], [-3, 5]),
+     ("float16", "add", [0x3C00, 0x7C00], [0x3C00, 0], [0x4000, 0x7C00])],
+)  # fmt: skip
+def test_reductions(dtype: str, name: str, old: list[int], new: list[int], found: list[int]) -> None:
+    """9.7.9.27.1.3: in the element type of the map."""
+    kind = {"float16": np.uint16}.get(dtype, dtype)
+    combine = tma.reduction(tensor((64, 4), (8, 2), dtype), name)
+    assert combine is not None
+    a, b = (np.array(x, kind).view(np.uint8) for x in (old, new))
+    assert combine(a, b).view(kind).tolist() == found
+    assert tma.reduction(tensor((64, 4), (8, 2), dtype), "") is None
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("uint8", "add"), ("float32", "min"), ("int32", "inc"), ("float16", "or")])
+def test_reductions_that_do_not_exist(dtype: str, name: str) -> None:
+    with pytest.raises(DescriptorFault, match="does not exist"):
+        tma.reduction(tensor((64, 4), (16, 2), dtype), name)

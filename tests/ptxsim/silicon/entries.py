@@ -25,11 +25,11 @@ IN_ALIGN = 1024
 class Close:
     """A column that PTX leaves approximate: `kind` (f16, bf16, f32, f64), relative and absolute difference.
 
-    Not-a-number and infinities must agree as such.
+    Not-a-number and infinities must agree as such. With both differences 0 only a NaN's bits are left open.
     """
 
     kind: str
-    relative: float
+    relative: float = 0.0
     absolute: float = 0.0
 
 

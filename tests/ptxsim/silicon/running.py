@@ -82,10 +82,12 @@ def differences(entry: Entry, mine: bytes, silicon: bytes) -> list[str]:
 def _differs(column: Column, a: Any, b: Any) -> Any:
     if column.close is None:
         return a != b
-    x, y = _numbers(column.close, a), _numbers(column.close, b)
+    exact = not (column.close.relative or column.close.absolute)
     with np.errstate(invalid="ignore", over="ignore"):
+        x, y = _numbers(column.close, a), _numbers(column.close, b)
         near = np.abs(x - y) <= column.close.absolute + column.close.relative * np.abs(y)
-    same = (np.isnan(x) & np.isnan(y)) | (x == y) | near
+    same = (x == y) & (np.signbit(x) == np.signbit(y)) if exact else (x == y) | near
+    same |= np.isnan(x) & np.isnan(y)
     if len(x) != len(a):  # two halves in each element
         same = same.reshape(-1, 2).all(axis=1)
     return ~same

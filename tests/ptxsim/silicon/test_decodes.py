@@ -43,6 +43,8 @@ def test_simulator_chip_and_reference_agree(smoke: Path) -> None:
     keys = decode_keys(library)
     assert len(keys) >= 6
     tolerance = tolerances.PAGED_DECODE["mma"]
+    if not RECORDS:
+        pytest.skip("no H200 has been recorded: run record.py --smoke on a GPU")
     for key in keys:
         mine, silicon = decode(library, key, driver), RECORDS[key]
         config, _, tensors, _ = problem(key)

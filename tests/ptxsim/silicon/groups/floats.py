@@ -18,7 +18,7 @@ def _f32() -> list[Op]:
                 ops.append(op(f"fma.{mode}{ftz}{sat}.f32 d a b c"))
         for mode in _ROUND:
             ops += [op(f"div.{mode}{ftz}.f32 d a b"), op(f"rcp.{mode}{ftz}.f32 d a"), op(f"sqrt.{mode}{ftz}.f32 d a")]
-        ops += [op(f"{name}{ftz}.f32 d a") for name in ("abs", "neg")]
+        ops += [op(f"{name}{ftz}.f32 d a", Close("f32")) for name in ("abs", "neg")]
         for name in ("min", "max"):
             ops += [op(f"{name}{ftz}{nan}{xor}.f32 d a b") for nan in ("", ".NaN") for xor in ("", ".xorsign.abs")]
     ops += [op("add.f32 d a b"), op("mul.f32 d a b"), op("copysign.f32 d a b")]
@@ -72,9 +72,9 @@ def _halves(kind: str) -> list[Op]:
                         for xor in ("", ".xorsign.abs")
                     ]
                 if kind == "f16":
-                    ops += [op(f"{name}{ftz}.{t} {d} {a}") for name in ("abs", "neg")]
+                    ops += [op(f"{name}{ftz}.{t} {d} {a}", Close(kind)) for name in ("abs", "neg")]
         if kind == "bf16":
-            ops += [op(f"{name}.{t} {d} {a}") for name in ("abs", "neg")]
+            ops += [op(f"{name}.{t} {d} {a}", Close(kind)) for name in ("abs", "neg")]
         ops += [op(f"fma.rn.oob{relu}.{t} {d} {a} {b} {c}") for relu in ("", ".relu")]
         flush = "" if kind == "f16" else ".ftz"
         rel = 2e-3 if kind == "f16" else 1.6e-2

@@ -183,27 +183,28 @@ def _stores() -> list[Entry]:
             store(
                 f"tensor_store_2d_{swizzle.lower()}",
                 m,
-                [(0, 0), (-16, 9), (40, 15), (64, -3)],
+                [(0, 0), (16, 9), (40, 15), (64, 3)],
                 "",
                 _bytes(4096),
                 strides[0] * 20,
             )
         )
     m = Map("out", "float32", (100,), (), (32,))
-    found.append(store("tensor_store_1d", m, [(4,), (84,), (-24,)], "", _bytes(4096), 400))
+    found.append(store("tensor_store_1d", m, [(4,), (84,), (200,)], "", _bytes(4096), 400))
+    found.append(store("tensor_store_negative", m, [(-24,)], "", _bytes(4096), 400))  # illegal on an H200
     m = Map("out", "uint8", (64, 4, 3, 3, 2), _packed((64, 4, 3, 3, 2), 1), (32, 2, 2, 2, 2))
     found.append(
         store(
             "tensor_store_5d",
             m,
-            [(0, 0, 0, 0, 0), (48, 3, 1, 2, 1), (-16, -1, 2, -1, -1)],
+            [(0, 0, 0, 0, 0), (48, 3, 1, 2, 1), (16, 1, 2, 1, 1)],
             "",
             _bytes(4096),
             64 * 4 * 18,
         )
     )
     m = Map("out", "uint32", (40, 20), _packed((40, 20), 4), (16, 8), (1, 2))
-    found.append(store("tensor_store_steps", m, [(0, 0), (32, 9), (20, -3)], "", _bytes(4096), 160 * 20))
+    found.append(store("tensor_store_steps", m, [(0, 0), (32, 9), (20, 3)], "", _bytes(4096), 160 * 20))
     for dtype in ("float32_ftz", "tfloat32", "float32"):
         words = np.frombuffer(_bytes(4096, 4), np.uint32).copy()
         words[::5] &= 0x807FFFFF
@@ -230,7 +231,7 @@ def _stores() -> list[Entry]:
                 store(
                     f"tensor_reduce_{operation}_{dtype}",
                     m,
-                    [(0, 0), (inner // 2, 2), (0, 7), (-16 // size, 3)],
+                    [(0, 0), (inner // 2, 2), (0, 7), (inner - 16 // size, 3)],
                     operation,
                     data,
                     64 * 12,
