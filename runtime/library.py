@@ -103,7 +103,8 @@ class Library:
     @property
     def driver(self) -> Driver:
         """The driver; the first use starts CUDA unless one was given. Raises DriverError, ForkError."""
-        process.check(self._generation, repr(self))
+        if self._generation != process.generation:
+            process.check(self._generation, repr(self))
         if self._driver is None:
             from cubinery.runtime.cuda import CudaDriver
 

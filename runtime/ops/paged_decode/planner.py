@@ -156,7 +156,7 @@ def plan_splits(
         ("ctas_per_sm", ctas_per_sm, 1), ("max_splits", max_splits, 1), ("force_splits", force_splits, 0),
         ("min_chunk_tiles", min_chunk_tiles, 1), ("pad_to", pad_to, 0),
     ):  # fmt: skip
-        if not _is_integer(value) or value < least:
+        if (type(value) is not int and not _is_integer(value)) or value < least:
             raise PlanError(f"{name} = {value!r}: expected an integer of at least {least}")
     if max_splits > MAX_SPLITS:
         raise PlanError(f"max_splits = {max_splits}: expected at most {MAX_SPLITS}")
@@ -189,7 +189,7 @@ def plan_splits(
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _items(tiles: Ints, counts: Ints, chunk: int | None) -> tuple[Int32s, Int32s, int, int]:
