@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,8 @@ def test_the_simulator_agrees_with_the_chip(name: str, simulate: Callable[[str],
             simulate(name)
         return
     if silicon is None:
+        with contextlib.suppress(Fault):
+            assert len(simulate(name)) == corpus()[name].out_bytes
         pytest.skip(f"{name}: no record of this version, run record.py on a GPU")
     if silicon.fault:
         with pytest.raises(Fault):
