@@ -15,6 +15,7 @@ from ptxsim.silicon.running import Recorded, differences, load_records, run
 from cubinery.aot.ptxsim.driver import SimDriver
 from cubinery.aot.ptxsim.faults import Fault
 from cubinery.aot.ptxsim.isa.base import UnknownInstruction
+from cubinery.aot.ptxsim.schedule import schedule
 from cubinery.runtime.library import Library
 
 RECORDS = load_records()
@@ -38,6 +39,11 @@ DISPUTED = {
 AWAITED = ("tensor_store_", "tensor_reduce_")
 """Starts of names of entries that were mended after the last recording: boxes that are stored begin inside now."""
 MOST_UNRECORDED = 5
+SCHEDULED = (
+    "mbarrier_ring", "barrier_named", "async_thread_copies", "bulk_load", "bulk_store", "bulk_reduce_u32",
+    "cluster_shared", "cluster_store_async", "cluster_bulk", "cluster_bulk_multicast", "tensor_load_2d_64b",
+    "tensor_load_multicast", "wgmma_bf16",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +86,21 @@ def test_the_simulator_agrees_with_the_chip(name: str, simulate: Callable[[str],
     disputed = DISPUTED.get(name, {})
     assert [line for line in found if line.partition(":")[0] not in disputed] == []
     assert len(found) == len(disputed), "a disputed column agrees"
+
+
+@pytest.mark.parametrize("hostile", ["delays:0", "priorities:0"])
+def test_no_schedule_changes_the_answer(tmp_path: Path, hostile: str) -> None:
+    """Entries of several warps or CTAs with asynchronous copies, under hostile schedules.
+
+    Not `late`: waits of the corpus give up after 4096 tries, so that a GPU never hangs, and `late` outlasts them.
+    """
+    some = {name: corpus()[name] for name in SCHEDULED}
+    driver = SimDriver("sm_90a", [root := bundle.write(tmp_path, some.values())], lambda: schedule(hostile))
+    library = Library.open(root, driver)
+    for name, entry in some.items():
+        silicon = recorded(name)
+        assert silicon is not None, f"{name}: run record.py on a GPU"
+        assert differences(entry, run(entry, library, driver), silicon.output) == [], name
 
 
 @pytest.mark.gpu
