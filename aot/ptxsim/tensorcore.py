@@ -246,9 +246,7 @@ class TensorCore(Warpgroup):
         registers = tensor_memory.load(state.cells.reshape(-1), bases, form.form)
         found = list(registers.transpose(1, 0, 2))
         if form.reduction:
-            found.append(
-                tensor_memory.reduce_registers(registers, form.reduction, form.type, form.absolute, form.nan)
-            )
+            found.append(tensor_memory.reduce_registers(registers, form.reduction, form.type, form.absolute, form.nan))
         return found
 
     def tensor_st(self, g: Gang, mask: Any, k: int, form: Access, address: Any, values: tuple[Any, ...]) -> None:
