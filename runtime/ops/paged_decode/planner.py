@@ -47,6 +47,7 @@ FINEST = 3
 NEARLY_LEAST = 1.02
 """An estimate this close to the least is as good, and fewer items cost less traffic and planning."""
 
+_TILE_SHIFT = TILE_KEYS.bit_length() - 1
 _DEVICE_UNITS = np.array([1, TILE_KEYS, TILE_KEYS, 1], np.int32)
 
 _ESTIMATE_ELEMENTS = 2048
@@ -161,7 +162,7 @@ def plan_splits(
     if max_splits > MAX_SPLITS:
         raise PlanError(f"max_splits = {max_splits}: expected at most {MAX_SPLITS}")
     lengths = seq_lens if checked else host_lengths(seq_lens)
-    tiles = np.maximum((lengths + (TILE_KEYS - 1)) // TILE_KEYS, 1)
+    tiles = np.maximum((lengths + (TILE_KEYS - 1)) >> _TILE_SHIFT, 1)
     if max(pad_to, len(tiles)) > MAX_WORK:
         raise PlanError(f"{len(tiles)} sequences, pad_to = {pad_to}: expected at most {MAX_WORK} work items")
     if 0 < pad_to < len(tiles):
@@ -200,45 +201,50 @@ def _items(tiles: Ints, counts: Ints, chunk: int | None) -> tuple[Int32s, Int32s
     """
     num_seqs = len(tiles)
     splits = np.zeros((num_seqs, 2), np.int32)
-    seq: Any
-    begin: Any
-    slot: Any
     splits[:, 0] = counts
     ends = counts.cumsum()
     total = int(ends[-1])
     if total == num_seqs:
+        order, longest = _longest_first(tiles)
         # An item of an unsplit sequence has slot 0, which nobody reads.
-        seq, begin, size, slot, partials = np.arange(num_seqs), 0, tiles, 0, 0
+        whole = np.zeros((total, 4), np.int32)
+        whole[:, 0] = order
+        whole[:, 2] = tiles.take(order)
+        return whole, splits, 0, longest
+    seq = np.arange(num_seqs).repeat(counts)
+    first = ends - counts
+    index = np.arange(total) - first[seq]
+    split = counts > 1
+    owned = counts * split
+    slot_ends = owned.cumsum()
+    partials = int(slot_ends[-1])
+    first_slot = (slot_ends - owned) * split
+    splits[:, 1] = first_slot
+    slot = first_slot[seq] + index
+    if chunk is None:
+        base = tiles // counts
+        extra = (tiles - base * counts)[seq]
+        base = base[seq]
+        begin = index * base + np.minimum(index, extra)
+        size = base + (index < extra)
     else:
-        seq = np.arange(num_seqs).repeat(counts)
-        first = ends - counts
-        index = np.arange(total) - first[seq]
-        split = counts > 1
-        owned = counts * split
-        slot_ends = owned.cumsum()
-        partials = int(slot_ends[-1])
-        first_slot = (slot_ends - owned) * split
-        splits[:, 1] = first_slot
-        slot = first_slot[seq] + index
-        if chunk is None:
-            base = tiles // counts
-            extra = (tiles - base * counts)[seq]
-            base = base[seq]
-            begin = index * base + np.minimum(index, extra)
-            size = base + (index < extra)
-        else:
-            begin = index * chunk
-            size = np.minimum(tiles[seq] - begin, chunk)
-    longest = int(size.max())
-    # numpy sorts 16-bit keys by radix, several times faster than 64-bit ones.
-    falling = longest - size
-    order = (falling.astype(np.uint16) if longest < 65536 else falling).argsort(kind="stable")
+        begin = index * chunk
+        size = np.minimum(tiles[seq] - begin, chunk)
+    order, longest = _longest_first(size)
     work = np.empty((total, 4), np.int32)
     work[:, 0] = seq
     work[:, 1] = begin
     work[:, 2] = begin + size
     work[:, 3] = slot
     return work.take(order, axis=0), splits, partials, longest
+
+
+def _longest_first(size: Ints) -> tuple[Ints, int]:
+    """(stable order of falling sizes, the greatest)."""
+    longest = int(size.max())
+    # numpy sorts 16-bit keys by radix, several times faster than 64-bit ones.
+    falling = longest - size
+    return (falling.astype(np.uint16) if longest < 65536 else falling).argsort(kind="stable"), longest
 
 
 def _thor_chunk(tiles: Ints, slots: int, max_splits: int, force_splits: int, min_chunk_tiles: int) -> int:

@@ -58,10 +58,16 @@ class Upload:
     """Device memory of int32 that the host rewrites in place, in stream order and without waiting."""
 
     def __init__(self, device: torch.device, size: int, raw: int) -> None:
-        with on_stream(device, raw):
-            self.tensor = torch.empty(size, dtype=torch.int32, device=device)
         self.device, self.stream = device, raw
+        self._size = size
+        self._tensor: torch.Tensor | None = None
         self._event: Any = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The buffer, which the first write allocates."""
+        assert self._tensor is not None, "nothing was written yet"
+        return self._tensor
 
     def write(self, parts: list[NDArray[np.int32]], raw: int) -> None:
         """Copy the concatenation of `parts` to the start of the buffer, ordered on stream `raw`."""
@@ -71,6 +77,8 @@ class Upload:
         staging = torch.empty(total, dtype=torch.int32, pin_memory=self.device.type != "cpu")
         np.concatenate([part.reshape(-1) for part in parts], out=staging.numpy())
         with on_stream(self.device, raw):
+            if self._tensor is None:
+                self._tensor = torch.empty(self._size, dtype=torch.int32, device=self.device)
             self.tensor[:total].copy_(staging, non_blocking=True)
         self.written(raw)
 
