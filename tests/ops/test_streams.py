@@ -42,8 +42,8 @@ def test_the_current_stream_is_that_of_the_device(monkeypatch: pytest.MonkeyPatc
 
 def test_uploads_concatenate_and_rewrite() -> None:
     upload = Upload(CPU, 7, 0)
-    address = upload.tensor.data_ptr()
     upload.write([np.arange(4, dtype=np.int32).reshape(2, 2), np.array([9, 8, 7], np.int32)], 0)
+    address = upload.tensor.data_ptr()
     assert upload.tensor.tolist() == [0, 1, 2, 3, 9, 8, 7]
     upload.write([np.array([5, 5], np.int32)], 0)
     assert upload.tensor.tolist() == [5, 5, 2, 3, 9, 8, 7]
@@ -70,7 +70,7 @@ def test_another_stream_waits_for_the_upload(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(streams._cuda, "ExternalStream", Stream)
     monkeypatch.setattr(streams._cuda, "default_stream", lambda device: Stream(0))
     upload = Upload(CPU, 1, 0)
-    upload.device, upload.stream, upload._event, upload.tensor = CUDA, 5, "uploaded", Tensor("plan")  # type: ignore[assignment]
+    upload.device, upload.stream, upload._event, upload._tensor = CUDA, 5, "uploaded", Tensor("plan")  # type: ignore[assignment]
     upload.order(5, Tensor("workspace"))  # type: ignore[arg-type]
     assert log == []
     upload.order(6, Tensor("workspace"), None)  # type: ignore[arg-type]
