@@ -17,12 +17,13 @@ from cubinery.aot.inspect import KernelInfo, read_cubin
 from cubinery.aot.ptxsim.dependent import Footprint
 from cubinery.aot.ptxsim.errors import SimError
 from cubinery.aot.ptxsim.faults import LaunchFault
-from cubinery.aot.ptxsim.machine import Checks, Machine, Tracer
+from cubinery.aot.ptxsim.machine import Checks, Machine
 from cubinery.aot.ptxsim.memory import GlobalMemory
 from cubinery.aot.ptxsim.parser import Module, parse
 from cubinery.aot.ptxsim.schedule import Counters, Fair
 from cubinery.aot.ptxsim.tensormap import TensorMap
 from cubinery.aot.ptxsim.translate import Translation
+from cubinery.aot.ptxsim.waits import Tracer
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.bundle import Bundle, open_all
 from cubinery.runtime.driver import DeviceInfo, DevicePointer, LaunchConfig

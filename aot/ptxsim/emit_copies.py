@@ -1,10 +1,27 @@
-"""cp.async of threads and bulk copies of plain bytes as calls of the machine (bulk.py)."""
+"""cp: which copy it is; cp.async of threads and bulk copies of plain bytes as calls of the machine (bulk.py)."""
 
 from __future__ import annotations
 
 from cubinery.aot.ptxsim.codegen import Scope
+from cubinery.aot.ptxsim.emit_tma import tensor_load, tensor_prefetch, tensor_store
 from cubinery.aot.ptxsim.isa.base import Address, Instr, Operand
 from cubinery.aot.ptxsim.isa.copy_forms import Arrive, BulkCopy, ThreadCopy, form
+
+
+def copy(scope: Scope, instr: Instr) -> None:
+    """9.7.9.25 cp.async, cp.async.bulk and cp.async.bulk.tensor, and cp.reduce."""
+    words = instr.modifiers
+    if "commit_group" in words and set(words) <= {"async", "bulk", "commit_group"}:
+        kind = "bulk" if "bulk" in words else "cp"
+        scope.emit(f"rt.commit_group(g, {scope.mask(scope.guard(instr.guard))}, {kind!r})")
+    elif "tensor" in words and "prefetch" in words:
+        tensor_prefetch(scope, instr)
+    elif words[:3] == ("async", "bulk", "tensor") and "bulk_group" not in words:
+        tensor_load(scope, instr)
+    elif "tensor" in words and "bulk_group" in words:
+        tensor_store(scope, instr)
+    else:
+        plain_copy(scope, instr)
 
 
 def plain_copy(scope: Scope, instr: Instr) -> None:
