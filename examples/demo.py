@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cubinery.aot.problems.paged_decode.mma import decode_problem
 from cubinery.aot.ptxsim.driver import SimDriver
 from cubinery.aot.ptxsim.hosts import watching
 from cubinery.aot.references import tolerances
 from cubinery.aot.references.paged_decode import paged_attention
-from cubinery.aot.verify import decode_problem
 from cubinery.runtime import CubineryError, Library
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.op import PagedDecode

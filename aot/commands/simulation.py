@@ -29,11 +29,12 @@ def simulate(
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     from cubinery.aot.ptxsim.schedule import series
-    from cubinery.aot.verify import run_all, tasks
+    from cubinery.aot.verify import not_run, run_all, tasks
     from cubinery.runtime.bundle import open_all
 
-    work = [task for found in open_all(bundle) for task in tasks(found, series(schedules), checks=checks)]
-    chosen = [task for task in work if not keys or any(text in task.key for text in keys)]
+    bundles = open_all(bundle)
+    work = [task for found in bundles for task in tasks(found, series(schedules), checks=checks)]
+    chosen = [task for task in work if task.concerns(keys)]
     if not chosen:
         raise UserError(f"--key {' '.join(keys)}: no key of {bundle} contains it")
     outcomes = []
@@ -42,7 +43,10 @@ def simulate(
             outcomes.append(outcome)
             show(outcome)
     order = {(task.key, task.schedule): i for i, task in enumerate(chosen)}
-    return sorted(outcomes, key=lambda o: order[o.key, o.schedule])
+    outcomes.sort(key=lambda o: order[o.key, o.schedule])
+    artifacts = [a for found in bundles for a in found.manifest.artifacts]
+    wanted = [a for a in artifacts if not keys or any(text in a.key for text in keys)]
+    return outcomes + not_run(wanted, chosen, outcomes)
 
 
 def show_outcomes(outcomes: Sequence[Outcome]) -> None:

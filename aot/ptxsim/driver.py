@@ -75,6 +75,8 @@ class SimDriver:
     """Sums over all launches."""
     ctas: int = 0
     """CTAs of all launches."""
+    executed: set[str] = field(default_factory=set)
+    """Keys of the artifacts that were launched."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """PTX by artifact key, executed instead of what the bundle keeps: for looking at a change of it."""
 
@@ -236,6 +238,7 @@ class SimPrepared:
         driver.counters.seconds += machine.counters.seconds
         driver.counters.launches += 1
         driver.ctas += machine.total
+        driver.executed.add(kernel.translation.name)
 
     def _ptx_params(self) -> bytes:
         """The parameters at the offsets that the PTX text has: the cubin's may differ (see ParamSpec)."""

@@ -16,7 +16,7 @@ from cubinery.aot.ptxsim.driver import SimDriver
 from cubinery.aot.ptxsim.errors import SimError
 from cubinery.aot.spec import load_specs
 from cubinery.aot.variants import expand
-from cubinery.aot.verify import Task, run, tasks
+from cubinery.aot.verify import Outcome, Task, not_run, run, tasks
 from cubinery.runtime.bundle import Bundle
 from cubinery.runtime.driver import LaunchConfig
 from cubinery.runtime.errors import DriverError
@@ -69,6 +69,7 @@ def test_the_kernel_is_right_under_every_schedule(bundle: Path, schedule: str) -
     outcome = run(Task(bundle, ARCH, KEY, schedule))
     assert outcome.ok, outcome.error
     assert outcome.instructions > 10_000
+    assert outcome.executed == (KEY, REDUCE)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,37 @@ def test_a_bundle_without_ptx_is_an_error_that_says_how_to_get_it(bundle: Path, 
     library = Library.open(bundle, driver=SimDriver(ARCH, [Bundle(bundle, bare)]))
     with pytest.raises(SimError, match=rf"{KEY}: its bundle keeps no PTX.*emit: \[ptx\]"):
         library.kernel(KEY, 0)
+
+
+def test_an_artifact_that_nothing_runs_is_a_failure(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    (task,) = tasks(opened, ["fair:0"])
+    assert task.parts == (REDUCE,)
+    artifacts = opened.manifest.artifacts
+    good = Outcome(KEY, "fair:0", "", "", 1, 1.0, 1, (KEY, REDUCE))
+    assert not_run(artifacts, [task], [good]) == []
+    (left,) = not_run(artifacts, [task], [dataclasses.replace(good, executed=(KEY,))])
+    assert left.key == REDUCE
+    assert re.search(r"nothing ran it: aot/problems/paged_decode/reduce\.py has no check", left.error)
+    # Where its decode failed, that is what there is to say.
+    assert not_run(artifacts, [task], [dataclasses.replace(good, error="RaceFault", executed=(KEY,))]) == []
+
+
+def test_a_part_is_asked_for_by_its_own_key(bundle: Path) -> None:
+    (task,) = tasks(Bundle.open(bundle), ["fair:0"])
+    assert task.concerns(())
+    assert task.concerns(("nothing", "p16"))
+    assert task.concerns(("reduce-d128",))
+    assert not task.concerns(("d256",))
+    arguments = ["verify", str(bundle), "--sim", "--schedules", "1", "--jobs", "1", "--key", "reduce-d128"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    assert re.search(rf"{KEY} +1 schedule +ok", result.stdout)
+
+
+def test_a_kernel_without_a_check_cannot_be_run(bundle: Path) -> None:
+    outcome = run(Task(bundle, ARCH, REDUCE, "fair:0"))
+    assert re.search(rf"{REDUCE}: aot/problems/paged_decode/reduce\.py has no check of it", outcome.error)
 
 
 def test_driver_memory(bundle: Path) -> None:

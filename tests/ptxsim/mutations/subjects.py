@@ -21,11 +21,12 @@ from ptxsim.silicon import bundle as corpus_bundle
 from ptxsim.silicon.corpus import ARCH, corpus, key, module
 from ptxsim.silicon.running import differences, run
 
+from cubinery.aot.problems.paged_decode.mma import decode
 from cubinery.aot.ptxsim.driver import SimDriver
 from cubinery.aot.ptxsim.faults import Fault
 from cubinery.aot.ptxsim.schedule import schedule as named_schedule
 from cubinery.aot.references import tolerances
-from cubinery.aot.verify import Task, decode
+from cubinery.aot.verify import Task, subject
 from cubinery.runtime.bundle import Bundle
 from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import TensorMapSpec
@@ -117,11 +118,12 @@ class Decode:
             # Other values under each schedule: what is wrong for few values gets several chances.
             seed = 7 + sum(schedule.encode()) % 100
             task = Task(self.root, self.arch, self.called, schedule)
-            if self.target == self.called:
-                found = decode(driver, task, seed)
-            else:
-                keys, splits = REDUCTIONS.get(schedule, REDUCTIONS[""])
-                found = decode(driver, task, seed, keys=keys, splits=splits)
+            with subject(driver, task, seed) as called:
+                if self.target == self.called:
+                    found = decode(called)
+                else:
+                    keys, splits = REDUCTIONS.get(schedule, REDUCTIONS[""])
+                    found = decode(called, keys=keys, splits=splits)
         except Fault as error:
             return str(error)
         return "" if found.within(tolerances.PAGED_DECODE["mma"]) else f"far from the reference: {found}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cubinery.aot import verify
+from cubinery.aot.problems.paged_decode.mma import NUM_KV_HEADS, SPLITS, decode_problem
 from cubinery.runtime.families import parse_key
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
@@ -43,8 +43,8 @@ def problem(key: str) -> tuple[DecodeConfig, int, dict[str, Any], str]:
     config, _ = parse_key(key)
     assert isinstance(config, DecodeConfig)
     group = max(1, min(config.row_tile, 16 * config.q_len) // config.q_len)
-    tensors = verify.decode_problem(config, group, LENGTHS)
-    digest = hashlib.sha256(repr((key, LENGTHS, verify.SPLITS, group)).encode())
+    tensors = decode_problem(config, group, LENGTHS)
+    digest = hashlib.sha256(repr((key, LENGTHS, SPLITS, group)).encode())
     for tensor in tensors.values():
         digest.update(_bits(tensor.contiguous()).tobytes())
     return config, group, tensors, digest.hexdigest()[:16]
@@ -78,8 +78,8 @@ def decode(library: Library, key: str, simulator: Any = None) -> Decoded:
         )  # fmt: skip
         assert call.keys(group)[0] == key
         plan = call.plan(
-            list(LENGTHS), num_q_heads=group * verify.NUM_KV_HEADS, num_kv_heads=verify.NUM_KV_HEADS,
-            force_splits=verify.SPLITS,
+            list(LENGTHS), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS,
+            force_splits=SPLITS,
         )  # fmt: skip
         o, lse = plan.run(*moved.values())
     if device == "cuda":

@@ -1,0 +1,1 @@
+"""Problems of paged decode, one file an implementation."""

@@ -1,0 +1,88 @@
+"""A paged decode of the `mma` kernel, with the reduction where sequences are split, against float64 attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cubinery.aot.problems import SEED, Finding, Subject
+from cubinery.aot.references import tolerances
+from cubinery.aot.references.paged_decode import paged_attention
+from cubinery.runtime.arch import resolve
+from cubinery.runtime.errors import CubineryError
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
+from cubinery.runtime.ops.paged_decode.layouts import kv_views, storage_shapes
+
+NUM_KV_HEADS = 2
+SPLITS = 2
+"""Chunks a sequence, so that the reduction runs too."""
+
+
+def check(subject: Subject) -> Finding:
+    """A decode of the sequences of `lengths`, held to the implementation's tolerance."""
+    found = decode(subject)
+    return Finding(found.within(tolerances.PAGED_DECODE["mma"]), str(found))
+
+
+def lengths(config: DecodeConfig, arch: str) -> tuple[int, ...]:
+    """Keys of each sequence: enough for every chunk to go around the ring of stages, none, and less than a tile."""
+    stages = config.stages(resolve(arch)) // 2 + 2  # the ring holds K and V
+    tiles = -(-stages * config.stage_keys // TILE_KEYS)
+    return SPLITS * tiles * TILE_KEYS + 44, 0, 77
+
+
+def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) -> tolerances.Deviation:
+    """How far a decode is from the reference. Raises Fault.
+
+    `keys` are the sequences' lengths (those of `lengths` if there are none), `splits` the chunks of each.
+    """
+    from cubinery.runtime.ops.paged_decode.op import PagedDecode
+
+    config = subject.config
+    assert isinstance(config, DecodeConfig)
+    group = max(1, min(config.row_tile, 16 * config.q_len) // config.q_len)
+    keys = tuple(keys) or lengths(config, subject.arch)
+    problem = subject.place(**decode_problem(config, group, keys, subject.seed))
+    op = PagedDecode(
+        subject.library, head_dim=config.head_dim, page_size=config.page_size, kv_format=config.kv_format,
+        q_len=config.q_len, causal=config.causal, q_dtype=config.q_dtype, impl=config.impl,
+        row_tile=config.row_tile, ctas_per_sm=config.ctas_per_sm, pdl=config.pdl,
+    )  # fmt: skip
+    if op.keys(group)[0] != subject.key:
+        raise CubineryError(f"{subject.key}: the public call picks {op.keys(group)[0]} for its configuration")
+    plan = op.plan(list(keys), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS, force_splits=splits)
+    if config.pdl:  # once more: the second decode may start before the first reduction has ended
+        plan.run(*problem.values())
+    o, lse = plan.run(*problem.values())
+    q, k, v, table = problem.values()
+    expected = paged_attention(q, k, v, table, keys, q_len=config.q_len, causal=config.causal)
+    return tolerances.deviation(o.cpu().double().numpy(), lse.cpu().numpy(), *expected)
+
+
+def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], seed: int = SEED) -> dict[str, Any]:
+    """q, k, v and block table of a random problem; pages that no sequence owns are NaN, the table's padding invalid."""
+    import torch
+
+    rng = np.random.default_rng(seed)
+    blocks = [-(-length // config.page_size) for length in lengths]
+    pages = sum(blocks) + 3
+    order = rng.permutation(pages)
+    table = np.full((len(lengths), max(blocks) + 1), -(2**31), np.int32)
+    taken = 0
+    for row, count in enumerate(blocks):
+        table[row, :count] = order[taken : taken + count]
+        taken += count
+    shapes = storage_shapes(
+        "nhd", num_pages=pages, page_size=config.page_size, num_kv_heads=NUM_KV_HEADS, row=config.head_dim
+    )
+    dtype = torch.bfloat16 if config.kv_format == "bf16" else torch.float8_e4m3fn
+    k, v = kv_views("nhd", *[torch.zeros(shape).to(dtype) for shape in shapes])
+    for view in (k, v):
+        values = rng.standard_normal(tuple(view.shape)).astype(np.float32)
+        values[order[taken:]] = np.nan
+        view.copy_(torch.from_numpy(values).to(dtype))
+    shape = (len(lengths) * config.q_len, group * NUM_KV_HEADS, config.head_dim)
+    q = torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).bfloat16()
+    return {"q": q, "k_cache": k, "v_cache": v, "block_table": torch.from_numpy(table)}
