@@ -67,8 +67,8 @@ def test_several_tokens(make_decode: Make, causal: bool, four_axes: bool) -> Non
 
 
 def test_row_tiles_beyond_one_cta(make_decode: Make) -> None:
-    p = make_problem(lengths=[40], q_len=8, h_q=32)
-    decode, driver = make_decode((16,), q_len=8)
+    p = make_problem(lengths=[40], q_len=16, h_q=32)
+    decode, driver = make_decode((16,), q_len=16)
     plan = decode.plan(p.lengths, **p.heads)
     host(driver, plan)
     check(p, *plan.run(*p.tensors))

@@ -203,7 +203,7 @@ def test_bad_problems_are_refused_at_once(make_decode: Make) -> None:
     for options, message in (
         ({"page_size": 48}, "page_size = 48 is not supported"),
         ({"head_dim": 192}, "head_dim = 192 is not supported"),
-        ({"q_len": 9}, "q_len = 9 is not supported"),
+        ({"q_len": 17}, "q_len = 17 is not supported"),
         ({"impl": "mmb"}, "impl = 'mmb'"),
     ):
         with pytest.raises(ConfigError, match=message):

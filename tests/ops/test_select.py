@@ -18,7 +18,7 @@ def problem(**changes: object) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("n_q", "tile"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 64), (1000, 64)]
+    ("n_q", "tile"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (1000, 128)]
 )
 def test_row_tile_is_the_smallest_that_holds_the_rows(n_q: int, tile: int) -> None:
     assert row_tile_for(n_q) == tile
@@ -29,7 +29,28 @@ def test_two_ctas_where_they_fit_one_where_they_do_not() -> None:
     wide = problem(head_dim=256, kv_format="bf16", q_len=8, group_size=8)
     assert select(wide, H200).ctas_per_sm == 1
     with pytest.raises(ConfigError, match="ring stages at ctas_per_sm 2 on sm_90a"):
-        select(wide, H200, ctas_per_sm=2)
+        select(wide, H200, ctas_per_sm=2, row_tile=64)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_format", "n_q", "tile", "ctas"),
+    [
+        (128, "fp8", 65, 128, 1), (128, "fp8", 64, 64, 2), (64, "bf16", 1000, 128, 1), (256, "bf16", 128, 64, 1),
+        (512, "fp8", 16, 16, 2), (512, "fp8", 17, 32, 1), (512, "fp8", 128, 32, 1), (512, "bf16", 1, 16, 1),
+    ],
+)  # fmt: skip
+def test_the_largest_tile_that_fits(head_dim: int, kv_format: str, n_q: int, tile: int, ctas: int) -> None:
+    for arch in ARCHS.values():
+        config = select(problem(head_dim=head_dim, kv_format=kv_format, group_size=n_q), arch)
+        assert (config.row_tile, config.ctas_per_sm) == (tile, ctas)
+
+
+def test_a_forced_number_of_ctas_shrinks_the_tile() -> None:
+    assert select(problem(group_size=128), H200, ctas_per_sm=2).row_tile == 64
+    with pytest.raises(ConfigError, match="row_tile 128 of head_dim 128 takes at least 8 computing warps a CTA"):
+        select(problem(), H200, ctas_per_sm=2, row_tile=128)
+    with pytest.raises(ConfigError, match="row_tile 128 of head_dim 512 takes at least 16 computing warps"):
+        select(problem(head_dim=512), H200, row_tile=128)
 
 
 def test_choices_can_be_forced() -> None:

@@ -20,8 +20,8 @@ def declare(config: KernelConfig, arch: Arch) -> KernelRecord:
 
 
 def kv_map(config: DecodeConfig, name: str) -> TensorMapSpec:
-    """The tensor map of K or V: one box is 128 bytes of head_dim by the rows of a page in a stage."""
-    inner = 128 // config.kv_bytes
+    """The tensor map of K or V: one box is 128 bytes of head_dim (or all) by the rows of a page in a stage."""
+    inner = min(config.head_dim, 128 // config.kv_bytes)
     return TensorMapSpec(
         name=f"{name}_map",
         pointer=name,
@@ -30,7 +30,7 @@ def kv_map(config: DecodeConfig, name: str) -> TensorMapSpec:
         element_strides=(1, 1, 1, 1),
         extents=(config.head_dim, config.page_size, "num_kv_heads", "num_pages"),
         strides=(f"{name}_row_bytes", f"{name}_head_bytes", f"{name}_page_bytes"),
-        swizzle="128B",
+        swizzle="128B" if inner * config.kv_bytes == 128 else "64B",
         l2_promotion="128B",  # 256 bytes cost 2 to 5 % of the bandwidth on an H200
     )
 

@@ -20,42 +20,51 @@ class Consumer(MmaTile):
         that the four consecutive codes one lane holds of K meet the right columns of the A fragment.
         """
         c = self.config
-        lanes = c.head_dim // 8  # lanes of one row, 8 elements each
-        vector = lane % lanes
-        rows_per_pass = 32 // lanes
-        passes = c.row_tile // (c.consumer_warps * rows_per_pass)
-        for i in cutlass.range_constexpr(passes):
-            row = (warp * passes + i) * rows_per_pass + lane // lanes
-            n = row0 + row
-            pairs = (Uint32(0), Uint32(0), Uint32(0), Uint32(0))
-            if n < n_q:
-                token = n // group_size
-                address = q_base + (Int64(token) * q_token + Int64(n - token * group_size) * q_head) * 2
-                pairs = ptx.load_global_v4(address + vector * 16)
-            row_smem = smem + self.q_smem + row * (c.head_dim * 2)
-            if cutlass.const_expr(self.is_fp8):
-                values = [x for pair in pairs for x in ptx.unpack_bf16x2(pair)]
-                amax = Float32(0.0)
-                for x in values:
-                    amax = cute.arch.fmax(amax, cute.arch.fmax(x, -x))
-                for distance in self.row_shuffles(lanes):
-                    amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=distance))
-                # From 2^-63 down a row counts as zero: its factor must not drive the score scale to zero.
-                exponent = cutlass.min(cutlass.max(ptx.float_bits(amax) >> 23, 64), 254)
-                up = ptx.bits_to_float((268 - exponent) << 23)
-                p0, p1, p2, p3 = [
-                    ptx.pack_f32x2("f16", values[2 * j] * up, values[2 * j + 1] * up) for j in (0, 1, 2, 3)
-                ]
+        rows_at_once = max(1, 256 // c.head_dim)
+        rows_per_warp = max(rows_at_once, c.row_tile // c.consumer_warps)
+        if warp * rows_per_warp < c.row_tile:  # few short rows leave some warps without any
+            for i in cutlass.range_constexpr(rows_per_warp // rows_at_once):
+                row = warp * rows_per_warp + i * rows_at_once
+                self.stage_rows(smem, lane, q_base, row, row0, n_q, group_size, q_token, q_head)
+
+    @cute.jit
+    def stage_rows(self, smem, lane, q_base, row, row0, n_q, group_size, q_token, q_head):
+        """The rows of Q that a warp moves at once, from `row` on: 8 elements a lane, twice that of long heads."""
+        c = self.config
+        lanes = min(32, c.head_dim // 8)  # lanes of one row
+        row = row + lane // lanes
+        n = row0 + row
+        vectors = [lane % lanes + 32 * i for i in range(max(1, c.head_dim // 256))]  # of 8 elements each
+        pairs = [Uint32(0)] * (4 * len(vectors))
+        if n < n_q:
+            token = n // group_size
+            address = q_base + (Int64(token) * q_token + Int64(n - token * group_size) * q_head) * 2
+            pairs = [pair for vector in vectors for pair in ptx.load_global_v4(address + vector * 16)]
+        row_smem = smem + self.q_smem + row * (c.head_dim * 2)
+        down = Float32(1.0)  # undoes the scaling of the row
+        if cutlass.const_expr(self.is_fp8):
+            values = [x for pair in pairs for x in ptx.unpack_bf16x2(pair)]
+            amax = Float32(0.0)
+            for x in values:
+                amax = cute.arch.fmax(amax, cute.arch.fmax(x, -x))
+            for distance in self.row_shuffles(lanes):
+                amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=distance))
+            # From 2^-63 down a row counts as zero: its factor must not drive the score scale to zero.
+            exponent = cutlass.min(cutlass.max(ptx.float_bits(amax) >> 23, 64), 254)
+            up = ptx.bits_to_float((268 - exponent) << 23)
+            down = ptx.bits_to_float((exponent - 14) << 23)
+            halves = [ptx.pack_f32x2("f16", low * up, high * up) for low, high in zip(*[iter(values)] * 2, strict=True)]
+            for i, vector in enumerate(vectors):
+                p0, p1, p2, p3 = halves[4 * i : 4 * i + 4]
                 chunk = vector // 2 * 2
                 half = vector % 2 * 8
                 ptx.store_shared_v2(row_smem + (chunk ^ (row & 7)) * 16 + half, (p0, p2))
                 ptx.store_shared_v2(row_smem + ((chunk + 1) ^ (row & 7)) * 16 + half, (p1, p3))
-                if vector == 0:
-                    ptx.store_shared_f32(smem + ROW_SCALE + row * 4, ptx.bits_to_float((exponent - 14) << 23))
-            else:
-                ptx.store_shared_v4(row_smem + (vector ^ (row & 7)) * 16, pairs)
-                if vector == 0:
-                    ptx.store_shared_f32(smem + ROW_SCALE + row * 4, Float32(1.0))
+        else:
+            for i, vector in enumerate(vectors):
+                ptx.store_shared_v4(row_smem + (vector ^ (row & 7)) * 16, pairs[4 * i : 4 * i + 4])
+        if lane % lanes == 0:
+            ptx.store_shared_f32(smem + ROW_SCALE + row * 4, down)
 
     def row_shuffles(self, lanes):
         return [1 << i for i in range(lanes.bit_length() - 1)]
@@ -65,13 +74,15 @@ class Consumer(MmaTile):
         """Online softmax over this warp's slice of every stage; returns its place, scales, O, m and l."""
         c = self.config
         row_group = warp % c.row_warps
-        key_group = warp // c.row_warps
+        col_group = warp // c.row_warps % c.col_warps
+        key_group = warp // (c.row_warps * c.col_warps)
         i, r = lane // 8, lane % 8  # matrix and row whose address this lane gives to ldmatrix
         g, quad = lane // 4, lane % 4
         q_address = smem + self.q_smem + (row_group * 16 + (i % 2) * 8 + r) * (c.head_dim * 2) + ((i // 2) ^ r) * 16
         slice_key = key_group * self.warp_keys
-        k_lane = smem + self.ring + (slice_key + r) * 128 + (i ^ r) * 16
-        v_lane = smem + self.ring + (slice_key + (i % 2) * 8 + r) * 128 + ((i // 2) ^ r) * 16
+        k_lane = smem + self.ring + (slice_key + r) * self.pitch + (i ^ self.swizzle(r)) * 16
+        v_lane = smem + self.ring + (slice_key + (i % 2) * 8 + r) * self.pitch + ((i // 2) ^ self.swizzle(r)) * 16
+        v_lane += col_group * (self.d_boxes // c.col_warps * c.stage_keys * self.pitch)
 
         row = row_group * 16 + g
         exp_scale = [
@@ -102,7 +113,7 @@ class Consumer(MmaTile):
                 smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, limits, length, key, o, m, l, stage, phase
             )
             key += c.stage_keys
-        return key_group, row, exp_scale, o, m, l
+        return key_group, col_group, row, exp_scale, o, m, l
 
     def load_q(self, q_address):
         return [self.load_q_step(q_address, s) for s in range(self.q_steps)]
@@ -125,14 +136,14 @@ class Consumer(MmaTile):
         stage, phase = self.advance(stage, phase)
         for step in cutlass.range(self.warp_keys // self.step_keys, unroll=1):
             first = step * self.step_keys
-            scores = self.scores(k_lane + k_offset + first * 128, q_address, q_frags)
+            scores = self.scores(k_lane + k_offset + first * self.pitch, q_address, q_frags)
             if cutlass.const_expr(limits is not None):
                 scores = [self.mask_scores(tile, key + first + 8 * t, limits) for t, tile in enumerate(scores)]
             p, m, l, alpha, changed = self.softmax(scores, m, l, exp_scale)
             o = self.rescale(o, alpha, changed)
             ptx.mbarrier_wait(v_full, v_phase)
             keep = None if cutlass.const_expr(limits is None) else length - key - first
-            o = self.accumulate(v_lane + v_offset + first * 128, p, keep, o)
+            o = self.accumulate(v_lane + v_offset + first * self.pitch, p, keep, o)
         self.release(k_empty, lane)
         self.release(v_empty, lane)
         return o, m, l, stage, phase
@@ -153,7 +164,9 @@ class Consumer(MmaTile):
             q_steps = range(j * mma_per_load, (j + 1) * mma_per_load)
             q_now = [q_frags[s] if q_frags is not None else self.load_q_step(q_address, s) for s in q_steps]
             for t in range(self.step_keys // 8):
-                address = (k_address ^ (64 * (j % 2))) + (j // 2 * c.stage_keys + 8 * t) * 128
+                address = (k_address ^ (64 * j % self.pitch)) + (
+                    64 * j // self.pitch * c.stage_keys + 8 * t
+                ) * self.pitch
                 regs = ptx.ldmatrix_x4(address)
                 if self.is_fp8:
                     b_frags = [ptx.e4m3x4_to_f16x2x2(reg) for reg in regs]
@@ -216,8 +229,10 @@ class Consumer(MmaTile):
         o = list(o)
         for t, a in enumerate(p):
             masks = None if keep is None else [self.row_mask(keep - 16 * t - 8 * h) for h in (0, 1)]
-            for j in range(self.k_chunks // 2):
-                address = (v_address ^ (32 * (j % 4))) + (j // 4 * c.stage_keys + 16 * t) * 128
+            for j in range(self.k_chunks // c.col_warps // 2):
+                address = (v_address ^ (32 * j % self.pitch)) + (
+                    32 * j // self.pitch * c.stage_keys + 16 * t
+                ) * self.pitch
                 regs = ptx.ldmatrix_x4(address, transpose=True)
                 if masks is not None:
                     regs = [reg & masks[n % 2] for n, reg in enumerate(regs)]

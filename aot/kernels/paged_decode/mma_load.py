@@ -17,7 +17,7 @@ class Producer(MmaTile):
     def produce(
         self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, num_stages
     ):
-        """Fill the ring. Lane i issues box i of a stage: page i // d_boxes, 128-byte column i % d_boxes."""
+        """Fill the ring. Lane i issues box i of a stage: page i // d_boxes, column of boxes i % d_boxes."""
         c = self.config
         if lane == 0:
             ptx.prefetch_tensor_map(k_map.get_ptr())
@@ -25,7 +25,7 @@ class Producer(MmaTile):
         page_in_stage = lane // self.d_boxes
         column = lane % self.d_boxes
         box_rows = self.box[1]
-        destination = (column * c.stage_keys + page_in_stage * box_rows) * 128
+        destination = (column * c.stage_keys + page_in_stage * box_rows) * self.pitch
         page = self.look_up(block_table, table_row, num_pages, key_end, key_begin + page_in_stage * box_rows)
         stage = Int32(0)
         phase = Int32(1)  # the first pass over the ring waits for nothing

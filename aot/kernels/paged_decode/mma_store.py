@@ -23,13 +23,13 @@ class Epilogue(MmaTile):
     """What the computing warps do after their last stage."""
 
     @cute.jit
-    def merge(self, smem, lane, key_group, row, exp_scale, o, m, l):
+    def merge(self, smem, lane, key_group, col_group, row, exp_scale, o, m, l):
         """Bring the key slices of a row to one maximum and put their O side by side in the ring's memory."""
         c = self.config
         quad = lane % 4
         for distance in (1, 2):
             l = [x + cute.arch.shuffle_sync_bfly(x, offset=distance) for x in l]
-        if quad == 0:
+        if (quad == 0) & (col_group == 0):
             for j in cutlass.range_constexpr(2):
                 ptx.store_shared_f32x2(self.stats(smem, key_group, row + 8 * j), (m[j], l[j]))
         # Also keeps anyone from overwriting a stage that another warp still reads.
@@ -41,6 +41,7 @@ class Epilogue(MmaTile):
             base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
             factor = ptx.exp2((m[j] - base) * exp_scale[j])
             target = smem + self.ring + ((key_group * c.row_tile + row + 8 * j) * self.o_pad) * 4
+            target += col_group * (self.o_columns * 4)
             for tile in cutlass.range_constexpr(self.o_tiles):
                 if cutlass.const_expr(self.is_fp8):
                     if cutlass.const_expr(tile % 2 == 0):

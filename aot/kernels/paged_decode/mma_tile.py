@@ -20,8 +20,8 @@ TINY = 2.0**-126
 FULL, EMPTY = 0, 128  # 15 mbarriers each
 OUT_SCALE = 120  # fp32: v_descale, fetched early and kept out of registers
 ROW_SCALE = 256  # fp32 [row_tile]: factor that undoes the scaling of Q; at the end the row's l
-ROW_RESULT = 512  # fp32 [row_tile][2]: output factor, then LSE (or partial m)
-ROW_STATS = 1024  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice
+ROW_RESULT = 768  # fp32 [row_tile][2]: output factor, then LSE (or partial m)
+ROW_STATS = 1792  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice
 CONSUMER_BARRIER = 1
 
 
@@ -37,7 +37,9 @@ class MmaTile:
         self.mma_dtype = "f16" if self.is_fp8 else "bf16"
         self.p_log2_scale = 15.0 if self.is_fp8 else 0.0
         self.box = kv_map(config, "k").box
-        self.d_boxes = config.head_dim * config.kv_bytes // 128
+        # Bytes of a key's row in one box, from one key to the next in shared memory.
+        self.pitch = self.box[0] * config.kv_bytes
+        self.d_boxes = config.head_dim * config.kv_bytes // self.pitch
         self.pages_per_stage = config.stage_keys // self.box[1]
         self.boxes = self.pages_per_stage * self.d_boxes
         assert self.boxes <= 32, "one lane issues one box"
@@ -49,10 +51,16 @@ class MmaTile:
         self.k_chunks = config.head_dim * config.kv_bytes // 16
         self.q_steps = config.head_dim // 16
         self.q_in_registers = config.head_dim <= 128
-        self.o_tiles = config.head_dim // 8
+        # Columns of O that one warp holds.
+        self.o_columns = config.head_dim // config.col_warps
+        self.o_tiles = self.o_columns // 8
         self.o_pad = config.merge_pitch
         self.q_smem = config.FIXED_SMEM
         self.ring = config.FIXED_SMEM + config.q_bytes
+
+    def swizzle(self, row):
+        """What the 16-byte chunks of a key's row are XORed with, as the tensor maps say."""
+        return row % 8 if self.pitch == 128 else row // 2 % 4
 
     def at_least_tiny(self, scale):
         """A positive scale that underflow has not made zero, so that -inf times it stays -inf."""

@@ -38,7 +38,8 @@ class PagedDecodeReduce:
 
     def __init__(self, config: ReduceConfig) -> None:
         self.config = config
-        self.vectors = config.head_dim // 128  # float4 of a lane
+        self.lanes = min(32, config.head_dim // 4)  # that have columns of a row
+        self.vectors = max(1, config.head_dim // 128)  # float4 of a lane
         self.batch = 8 // self.vectors  # splits whose O a lone warp requests at once
 
     @cute.jit
@@ -117,11 +118,11 @@ class PagedDecodeReduce:
                             acc = self.add(acc, values, weights[0], splits_now)
                     factor = self.factor(scale_o, total)
                     target = o_seq_base + self.row_offset(row, n_q, group_size, o_token, o_head)
-                    for v in cutlass.range_constexpr(self.vectors):
-                        pairs = [
-                            ptx.pack_f32x2("bf16", acc[4 * v + e] * factor, acc[4 * v + e + 1] * factor) for e in (0, 2)
-                        ]
-                        ptx.store_global_v2(target + (v * 128 + lane * 4) * 2, pairs)
+                    if lane < self.lanes:
+                        for v in cutlass.range_constexpr(self.vectors):
+                            scaled = [x * factor for x in acc[4 * v : 4 * v + 4]]
+                            pairs = [ptx.pack_f32x2("bf16", scaled[e], scaled[e + 1]) for e in (0, 2)]
+                            ptx.store_global_v2(target + (v * 128 + lane * 4) * 2, pairs)
                     if lane == 0:
                         store_f32(lse, Int64(seq) * rows + row, self.lse(base, total))
             else:
@@ -144,15 +145,19 @@ class PagedDecodeReduce:
                                     self.load_o(o_partial, first, rows, lane, 32 * k + j, n_splits) for j in lanes
                                 ]
                                 acc = self.add(acc, values, weights[k], lanes)
-                        for v in cutlass.range_constexpr(self.vectors):
-                            ptx.store_shared_f32x4(smem + (warp * d + v * 128 + lane * 4) * 4, acc[4 * v : 4 * v + 4])
+                        if lane < self.lanes:
+                            for v in cutlass.range_constexpr(self.vectors):
+                                sums = smem + (warp * d + v * 128 + lane * 4) * 4
+                                ptx.store_shared_f32x4(sums, acc[4 * v : 4 * v + 4])
                         cute.arch.sync_threads()
-                        if tidx < d:
-                            value = Float32(0.0)
-                            for w in cutlass.range_constexpr(REDUCE_WARPS):
-                                value = value + ptx.load_shared_f32(smem + (w * d + tidx) * 4)
-                            target = o_seq_base + self.row_offset(row, n_q, group_size, o_token, o_head)
-                            ptx.store_global_bf16(target + tidx * 2, value * self.factor(scale_o, total))
+                        target = o_seq_base + self.row_offset(row, n_q, group_size, o_token, o_head)
+                        for first_column in cutlass.range_constexpr(0, d, 32 * REDUCE_WARPS):
+                            column = first_column + tidx
+                            if column < d:
+                                value = Float32(0.0)
+                                for w in cutlass.range_constexpr(REDUCE_WARPS):
+                                    value = value + ptx.load_shared_f32(smem + (w * d + column) * 4)
+                                ptx.store_global_bf16(target + column * 2, value * self.factor(scale_o, total))
                         if tidx == 0:
                             store_f32(lse, Int64(seq) * rows + row, self.lse(base, total))
                         cute.arch.sync_threads()  # before the next row overwrites the sums
@@ -204,9 +209,9 @@ class PagedDecodeReduce:
 
     @cute.jit
     def load_o(self, o_partial, first, rows, lane, split, n_splits):
-        """`load_vectors` of a split, zeros past the last one."""
+        """`load_vectors` of a split, zeros past the last one and in lanes past the row."""
         values = [Float32(0.0)] * (4 * self.vectors)
-        if split < n_splits:
+        if (split < n_splits) & (lane < self.lanes):
             row = first + Int64(split) * rows
             values = self.load_vectors(o_partial.toint() + (row * self.config.head_dim + lane * 4) * 4)
         return values

@@ -42,7 +42,7 @@ def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) 
 
     config = subject.config
     assert isinstance(config, DecodeConfig)
-    group = max(1, min(config.row_tile, 16 * config.q_len) // config.q_len)
+    group = max(1, min(config.row_tile, 64 * config.q_len) // config.q_len)
     keys = tuple(keys) or lengths(config, subject.arch)
     problem = subject.place(**decode_problem(config, group, keys, subject.seed))
     op = PagedDecode(

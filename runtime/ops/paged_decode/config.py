@@ -19,11 +19,21 @@ TILE_KEYS = 128
 KV_BITS = {"bf16": 16, "fp8": 8}
 """Bits of one stored K or V element, by kv_format."""
 
+HEAD_DIMS = (64, 128, 256, 512)
+"""Elements of one head that the kernels are written for."""
+
+MOST_WARPS = 8
+"""Warps of an SM that compute, shared out among its CTAs: as many as its registers feed."""
+
 REDUCE_WARPS = 8
 """Warps of a reduction CTA, and the query rows that it takes where there are many."""
 
 MAX_SPLITS = 256
 """Most chunks that one sequence may be cut into; the reduction loops over them."""
+
+
+MOST_Q_BYTES = 32 * 1024
+"""Largest tile of Q, 128 rows of 128 elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +43,13 @@ class DecodeConfig(KernelConfig):
     family: ClassVar[str] = "paged_decode"
     impl: ClassVar[str] = "mma"
 
-    head_dim: int = axis("d", choices=(128, 256), doc="elements of one head")
+    head_dim: int = axis("d", choices=HEAD_DIMS, doc="elements of one head")
     page_size: int = axis("p", choices=(16, 32, 64, 128), doc="keys in one page of the cache")
     kv_format: str = axis("kv", choices=("bf16", "fp8"), doc="stored element of K and V")
     q_dtype: str = axis("qt", choices=("bf16",), default="bf16", doc="element of Q")
-    q_len: int = axis("q", choices=(1, 2, 3, 4, 5, 6, 7, 8), default=1, doc="new tokens per sequence")
+    q_len: int = axis("q", choices=tuple(range(1, 17)), default=1, doc="new tokens per sequence")
     causal: bool = axis("causal", choices=(True, False), default=True, doc="token i sees keys up to L - q_len + i")
-    row_tile: int = axis("t", choices=(16, 32, 64), default=16, doc="packed query rows of one CTA")
+    row_tile: int = axis("t", choices=(16, 32, 64, 128), default=16, doc="packed query rows of one CTA")
     ctas_per_sm: int = axis("cps", choices=(1, 2), default=2, doc="CTAs that must fit one SM")
     pdl: bool = axis("pdl", choices=(True, False), default=False, doc="programmatic dependent launch")
 
@@ -50,7 +60,18 @@ class DecodeConfig(KernelConfig):
         return self
 
     def check_arch(self, arch: Arch) -> None:
-        """The ring and the buffers that share its memory must fit. Raises ConfigError naming the budget."""
+        """The warps, the ring and the buffers that share its memory must fit. Raises ConfigError naming the budget."""
+        if self.row_warps * self.col_warps * self.ctas_per_sm > MOST_WARPS:
+            raise ConfigError(
+                f"paged_decode.mma: row_tile {self.row_tile} of head_dim {self.head_dim} takes at least "
+                f"{self.row_warps * self.col_warps} computing warps a CTA: {MOST_WARPS} fit an SM, at ctas_per_sm "
+                f"{self.ctas_per_sm}"
+            )
+        if self.q_bytes > MOST_Q_BYTES:
+            raise ConfigError(
+                f"paged_decode.mma: row_tile {self.row_tile} of head_dim {self.head_dim} takes {self.q_bytes} bytes of "
+                f"shared memory for Q: expected at most {MOST_Q_BYTES}, as the tile's O takes twice that beside it"
+            )
         stages = self.stages(arch)
         if stages < 3:
             raise ConfigError(
@@ -77,13 +98,20 @@ class DecodeConfig(KernelConfig):
 
     @property
     def stage_keys(self) -> int:
-        """Keys of one ring stage: a whole tile, or half of one where a tile of K exceeds 16 KiB."""
+        """Keys of one ring stage: a tile, half of one where a tile of K exceeds 16 KiB, a quarter for long heads."""
+        if self.head_dim > 256:
+            return TILE_KEYS // 4
         return TILE_KEYS if TILE_KEYS * self.head_dim * self.kv_bytes <= 16 * 1024 else TILE_KEYS // 2
 
     @property
     def row_warps(self) -> int:
-        """Groups of 16 query rows; each is served by `key_warps` warps."""
+        """Groups of 16 query rows; each is served by `col_warps * key_warps` warps."""
         return self.row_tile // 16
+
+    @property
+    def col_warps(self) -> int:
+        """Warps that share the columns of O, each with all of the scores: one warp's registers hold 256 columns."""
+        return max(1, self.head_dim // 256)
 
     @property
     def key_warps(self) -> int:
@@ -91,12 +119,12 @@ class DecodeConfig(KernelConfig):
 
         Two CTAs of an SM share its registers; a warp takes 16 keys at least (one MMA's depth).
         """
-        return min(8 // self.ctas_per_sm // self.row_warps, self.stage_keys // 16)
+        return min(MOST_WARPS // self.ctas_per_sm // (self.row_warps * self.col_warps), self.stage_keys // 16)
 
     @property
     def consumer_warps(self) -> int:
         """Warps that compute: whole warpgroups, since registers are moved between those."""
-        return self.row_warps * self.key_warps
+        return self.row_warps * self.col_warps * self.key_warps
 
     @property
     def threads(self) -> int:
@@ -131,7 +159,7 @@ class DecodeConfig(KernelConfig):
         """Bytes of the ring that hold every warp's O once the last stage has been read."""
         return 4 * self.merge_pitch * self.row_tile * self.key_warps
 
-    FIXED_SMEM: ClassVar[int] = 2048
+    FIXED_SMEM: ClassVar[int] = 3072
     """Barriers, row scales and results, then row statistics; a multiple of the swizzle's 1024 bytes."""
 
     def stages(self, arch: Arch) -> int:
@@ -151,7 +179,7 @@ class ReduceConfig(KernelConfig):
     family: ClassVar[str] = "paged_decode"
     impl: ClassVar[str] = "reduce"
 
-    head_dim: int = axis("d", choices=(128, 256), doc="elements of one head")
+    head_dim: int = axis("d", choices=HEAD_DIMS, doc="elements of one head")
     pdl: bool = axis("pdl", choices=(True, False), default=False, doc="programmatic dependent launch")
 
 

@@ -6,6 +6,7 @@ Imports neither torch nor numpy.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ DECODE_IMPLS: dict[str, type[DecodeConfig]] = {
 }
 """Implementations of the decode kernel itself, by name."""
 
-ROW_TILES = (16, 32, 64)
+ROW_TILES = (16, 32, 64, 128)
 """Packed query rows that one CTA can hold, ascending."""
 
 
@@ -68,13 +69,16 @@ def select(
 ) -> DecodeConfig:
     """The configuration that serves `problem` on `arch`; `impl`, `row_tile` and `ctas_per_sm` override a choice.
 
-    Two CTAs share an SM where both fit (they hide each other's latency), else one has it alone.
-    Raises ConfigError where no kernel serves the problem, naming the axis or the budget.
+    The row tile is the smallest that holds all packed rows, so that one CTA streams the keys once for all of them,
+    or the largest that fits. Two CTAs share an SM where both fit (they hide each other's latency), else one has it
+    alone. Raises ConfigError where no kernel serves the problem, naming the axis or the budget.
     """
     if impl is None:
         impl = DecodeConfig.impl
     if impl not in DECODE_IMPLS:
         raise ConfigError(f"paged_decode: impl = {impl!r}: expected one of {', '.join(DECODE_IMPLS)}")
+    largest = row_tile_for(problem.n_q)
+    tiles = [t for t in reversed(ROW_TILES) if t <= largest] if row_tile is None else [row_tile]
     config = DECODE_IMPLS[impl](
         head_dim=problem.head_dim,
         page_size=problem.page_size,
@@ -82,16 +86,16 @@ def select(
         q_dtype=problem.q_dtype,
         q_len=problem.q_len,
         causal=problem.causal,
-        row_tile=row_tile_for(problem.n_q) if row_tile is None else row_tile,
+        row_tile=tiles[0],
         ctas_per_sm=2 if ctas_per_sm is None else ctas_per_sm,
         pdl=pdl,
     ).canonical()
-    if ctas_per_sm is None:
-        try:
+    for tile, ctas in itertools.product(tiles, (2, 1) if ctas_per_sm is None else (ctas_per_sm,)):
+        config = replace(config, row_tile=tile, ctas_per_sm=ctas)
+        with contextlib.suppress(ConfigError):
             config.check_arch(arch)
-        except ConfigError:
-            config = replace(config, ctas_per_sm=1)
-    config.check_arch(arch)
+            return config
+    config.check_arch(arch)  # says what the last resort lacks
     return config
 
 

@@ -1,0 +1,63 @@
+"""Decodes on the simulator: build a few kernels, run the public call, compare with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decode_problem import Problem
+
+from cubinery.aot.builder import BuildOptions, build
+from cubinery.aot.ptxsim.driver import SimDriver
+from cubinery.aot.ptxsim.hosts import watching
+from cubinery.aot.references.paged_decode import paged_attention
+from cubinery.aot.references.tolerances import PAGED_DECODE, deviation
+from cubinery.aot.spec import Gates
+from cubinery.aot.variants import BuildItem
+from cubinery.runtime.arch import resolve
+from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.op import PagedDecode
+
+
+@dataclass
+class Simulated:
+    """A bundle of decode kernels, open on the simulator of its arch."""
+
+    arch: str
+    folder: Path
+    driver: SimDriver
+    library: Library
+
+    def check(
+        self, config: DecodeConfig, p: Problem, *, force_splits: int = 0, causal: bool | None = None
+    ) -> tuple[Any, Any]:
+        """Run a problem on the kernel of `config`, hold it to the reference, return (o, lse) as torch tensors."""
+        causal = config.causal if causal is None else causal
+        choices = {"row_tile": config.row_tile, "ctas_per_sm": config.ctas_per_sm, "pdl": config.pdl}
+        with watching(self.driver):
+            self.driver.register_tensors(q=p.q, k=p.k, v=p.v, block_table=p.table)
+            call = PagedDecode(
+                self.library, head_dim=p.d, page_size=p.page_size, kv_format=p.kv_format, q_len=p.q_len,
+                causal=causal, **choices,
+            )  # fmt: skip
+            assert call.keys(p.h_q // p.h_k)[0] == config.key(self.arch)
+            plan = call.plan(p.lengths, **p.heads, force_splits=force_splits)
+            o, lse = plan.run(*p.tensors)
+        expected = paged_attention(*p.tensors, p.lengths, q_len=p.q_len, causal=causal)
+        found = deviation(o.double().numpy(), lse.numpy(), *expected)
+        assert found.within(PAGED_DECODE[config.impl]), f"{config.key(self.arch)}, {force_splits} splits: {found}"
+        return o, lse
+
+
+def simulate(configs: Iterable[DecodeConfig], arch: str, folder: Path) -> Simulated:
+    """Build the decode kernels and what they require, with their PTX; the compile cache makes it quick."""
+    target = resolve(arch)
+    needed = {c.key(arch): c for config in configs for c in (config.canonical(), *config.requires())}
+    items = [BuildItem(key, c, target, Gates(), ("ptx",), "test") for key, c in sorted(needed.items())]
+    report = build(items, BuildOptions(out=folder))
+    assert report.ok, [(row.key, row.error) for row in report.rows]
+    driver = SimDriver(arch, [folder / arch])
+    return Simulated(arch, folder / arch, driver, Library.open(folder / arch, driver))
