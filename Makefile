@@ -95,7 +95,7 @@ sanitize:  ## Run compute-sanitizer's four tools over the kernels of BUNDLE=... 
 	done
 
 bench:  ## Measure BUNDLE=... on this machine's GPU and draw the roofline (needs no compiler)
-	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks $(BENCH_ARGS)
+	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks $(BENCH_ARGS)
 
 bench-host:  ## Measure only the host time of the runtime with BUNDLE=... (needs a GPU and no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks --only host $(BENCH_ARGS)

@@ -6,19 +6,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import paged_decode, plots, report
-from benchmarks.ceilings import COPY_BYTES, ReadFloor, copy_rate
+from benchmarks import plots, report, sections
 from benchmarks.host import Figure
 from benchmarks.host import measure as measure_host
-from benchmarks.peers import PEERS, Peer
-from benchmarks.shapes import ITEM_BYTES, SHAPES, Shape
-from benchmarks.timing import GpuTimer
+from benchmarks.peers import PEERS
+from benchmarks.shapes import DTYPES, SHAPES, Shape
 from cubinery.runtime.errors import CubineryError, DriverError
 from cubinery.runtime.library import Library
 
@@ -38,9 +36,11 @@ def parser() -> argparse.ArgumentParser:
                    help="folder of the bundle (default: $CUBINERY_BUNDLE, else build/kernels)")  # fmt: skip
     p.add_argument("--out", type=Path, default=Path("build/bench"), metavar="DIR",
                    help="where results.json, results.md and roofline.png go (default: build/bench)")  # fmt: skip
-    p.add_argument("--only", choices=("decode", "host"), help="measure one part alone")
+    p.add_argument("--only", choices=("decode", "sweep", "host"), help="measure one part alone")
+    p.add_argument("--sweep", action="store_true",
+                   help="also measure every axis beside its neighbours, and all KV formats")  # fmt: skip
     p.add_argument("--shapes", metavar="TEXT[,TEXT]", help="only shapes whose name or title contains one of these")
-    p.add_argument("--formats", metavar="KV[,KV]", default=",".join(ITEM_BYTES), help="fp8, bf16 (default: both)")
+    p.add_argument("--formats", metavar="KV[,KV]", default=",".join(DTYPES), help="fp8, bf16 (default: both)")
     p.add_argument("--peers", metavar="NAME[,NAME]", default=",".join(PEERS),
                    help=f"peers to measure if installed: {', '.join(PEERS)}, or none (default: all)")  # fmt: skip
     p.add_argument("--quick", action="store_true", help="fewer repeats: for a look, not for a record")
@@ -97,8 +97,9 @@ def choose(option: str, text: str, known: Sequence[str], *, none: bool = False) 
 
 def _run(options: argparse.Namespace) -> int:
     shapes = choose_shapes(options.shapes)
-    formats = choose("--formats", options.formats, tuple(ITEM_BYTES))
+    formats = choose("--formats", options.formats, tuple(DTYPES))
     wanted = choose("--peers", options.peers, tuple(PEERS), none=True)
+    parts = {options.only} if options.only else {"decode", "host", *(["sweep"] if options.sweep else [])}
     library = Library.open(options.bundle)
     device = _device(options.device)
     library.archs_for(options.device)
@@ -116,35 +117,42 @@ def _run(options: argparse.Namespace) -> int:
 
     where = report.machine(library, options.device)
     say(f"{where.gpu}, driver {where.driver}, torch {where.versions['torch']}", *(f"bundle {b}" for b in where.bundle))
-    rows: list[paged_decode.Row] = []
-    peers: list[Peer] = []
+    run = sections.Run(library, device, options.quick, say)
     figures: list[Figure] = []
-    copy_gbps: float | None = None
     plot: str | None = None
 
     def write() -> dict[str, Any]:
-        found = report.to_json(where, copy_gbps, rows, peers, figures)
+        found = report.to_json(where, run.copy_gbps, run.rows, run.peers, figures, run.sweep)
         (options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         (options.out / "results.md").write_text(report.page(where, text, plot=plot), encoding="utf-8")
         return found
 
-    if options.only != "host":
-        peers = [PEERS[name](device) for name in wanted]
-        copy_gbps = _decode(options.quick, shapes, formats, library, peers, device, rows, say)
-        why = plots.roofline(rows, copy_gbps, where.gpu, options.out / "roofline.png")
-        if why:
-            say(f"no plot: {why}")
-        else:
-            plot = "roofline.png"
-        write()  # what was measured is kept, whatever becomes of the rest
-    if options.only != "decode":
-        figures, notes = measure_host(library, device, quick=options.quick)
+    try:
+        if "decode" in parts:
+            sections.start_peers(run, wanted, shapes, formats)
+            sections.decode(run, shapes, formats)
+            why = plots.roofline(run.rows, run.copy(), where.gpu, options.out / "roofline.png")
+            if why:
+                say(f"no plot: {why}")
+            else:
+                plot = "roofline.png"
+            write()  # what was measured is kept, whatever becomes of the rest
+    finally:
+        for peer in run.peers:
+            peer.close()
+    if "sweep" in parts:
+        sections.sweep_all(run)
+        write()
+    if "host" in parts:
+        with run.part("host"):
+            figures, notes = measure_host(library, device, quick=options.quick)
         say("", *report.figure_lines(figures), *notes)
+    sections.end(run)
     found = write()
     print(f"written: {options.out}/results.json, results.md" + (f", {plot}" if plot else ""), file=stream)
     if options.json:
         print(json.dumps(found))
-    return EXIT_FAILED if any(row.ours.time is None for row in rows) else 0
+    return EXIT_FAILED if sections.failed(run) else 0
 
 
 def _device(index: int) -> torch.device:
@@ -157,33 +165,3 @@ def _device(index: int) -> torch.device:
     torch.cuda.set_device(device)
     torch.empty(1, device=device)  # makes the primary context current in this thread
     return device
-
-
-def _decode(
-    quick: bool,
-    shapes: Sequence[Shape],
-    formats: Sequence[str],
-    library: Library,
-    peers: Sequence[Peer],
-    device: torch.device,
-    rows: list[paged_decode.Row],
-    say: Callable[..., None],
-) -> float:
-    """Measure and print all rows; returns the copy rate."""
-    timer = GpuTimer(device, warmup_ms=10, rep_ms=40) if quick else GpuTimer(device)
-    copy_gbps = copy_rate(timer, device, COPY_BYTES // 4 if quick else COPY_BYTES)
-    torch.cuda.empty_cache()
-    present = any(not peer.absent for peer in peers)
-    say(f"device-to-device copy: {copy_gbps:.0f} GB/s, reads and writes counted", "")
-    say(report.HEADER + (report.PEER_HEADER if present else ""))
-    floor = ReadFloor(GpuTimer(device, warmup_ms=5, rep_ms=20 if quick else 50), device, quick=quick)
-    for row in paged_decode.measure(shapes, formats, library, peers, timer, floor, device):
-        rows.append(row)
-        say(report.line(row, copy_gbps, peers=present))
-        torch.cuda.empty_cache()
-    say("", "us: median of CUDA-graph replays, L2 flushed. GB/s: bytes of K and V over that. /copy: share of the copy")
-    say("rate. floor: a plain read of the same bytes, same harness. ours/it: below 1, we are faster.")
-    if floor.why:
-        say(f"no read floor: {floor.why}")
-    say("", *report.peer_lines(rows, peers))
-    return copy_gbps

@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from benchmarks.ceilings import ReadFloor
-from benchmarks.peers import Peer
+from benchmarks.peers import Peer, first_line
 from benchmarks.shapes import Problem, Shape
 from benchmarks.timing import Time, Timer
 from cubinery.aot.references.tolerances import PAGED_DECODE, deviation
-from cubinery.runtime.errors import CubineryError
+from cubinery.runtime.errors import ConfigError, CubineryError, KernelNotFoundError
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
@@ -32,6 +33,20 @@ class Result:
     error: str = ""
     detail: str = ""
     """What ran: kernel keys and the plan."""
+    missing: bool = False
+    """The bundle has no kernel for it, or the family none at all."""
+
+
+class Guest(Protocol):
+    """A peer as `measure` sees it: asked for one problem at a time."""
+
+    name: str
+    version: str
+    absent: str
+    """Why it is not there; empty where it is."""
+
+    def measure(self, shape: Shape, kv_format: str) -> Result:
+        """Prove and time one problem. Never raises."""
 
 
 @dataclass(slots=True)
@@ -68,7 +83,7 @@ def measure(
     shapes: Sequence[Shape],
     kv_formats: Sequence[str],
     library: Library,
-    peers: Sequence[Peer],
+    peers: Sequence[Guest],
     timer: Timer,
     floor: ReadFloor | None,
     device: torch.device,
@@ -77,31 +92,37 @@ def measure(
     for shape in shapes:
         for kv_format in kv_formats:
             row = Row(shape, kv_format)
-            problem = Problem(shape, kv_format, device)
-            row.results[OURS] = _ours(library, problem, timer)
+            row.results[OURS] = measure_ours(library, shape, kv_format, timer, device)
             for peer in peers:
                 if not peer.absent:
-                    row.results[peer.name] = _peer(peer, problem, timer)
-            del problem
-            gc.collect()
+                    row.results[peer.name] = peer.measure(shape, kv_format)
             if floor is not None:
                 row.floor = floor.time(row.kv_bytes)
             yield row
 
 
-def _ours(library: Library, problem: Problem, timer: Timer) -> Result:
+def measure_ours(
+    library: Library, shape: Shape, kv_format: str, timer: Timer, device: torch.device, **choices: Any
+) -> Result:
+    """Prove and time this library; `choices` are PagedDecode's `row_tile`, `ctas_per_sm` and the like."""
     try:
-        return _cubinery(library, problem, timer)
+        decode = PagedDecode(
+            library, head_dim=shape.d, page_size=shape.page_size, kv_format=kv_format, q_len=shape.q_len,
+            device=device.index, **choices,
+        )  # fmt: skip
+        decode.preload(shape.h_q // shape.h_k)  # before gigabytes are filled for nothing
+        try:
+            return _cubinery(decode, Problem(shape, kv_format, device), timer)
+        finally:
+            gc.collect()  # a plan and its graph hold each other, and with them the cache
+    except (KernelNotFoundError, ConfigError) as error:
+        return Result(error=first_line(error), missing=True)
     except CubineryError as error:
-        return Result(error=_first_line(error))
+        return Result(error=first_line(error))
 
 
-def _cubinery(library: Library, problem: Problem, timer: Timer) -> Result:
+def _cubinery(decode: PagedDecode, problem: Problem, timer: Timer) -> Result:
     s = problem.shape
-    decode = PagedDecode(
-        library, head_dim=s.d, page_size=s.page_size, kv_format=problem.kv_format, q_len=s.q_len,
-        device=problem.device.index,
-    )  # fmt: skip
     plan = decode.plan(np.array(s.lens), num_q_heads=s.h_q, num_kv_heads=s.h_k)
     out = torch.empty_like(problem.q)
     lse = torch.empty(plan.shape.lse, dtype=torch.float32, device=problem.device)
@@ -127,7 +148,8 @@ def _cubinery(library: Library, problem: Problem, timer: Timer) -> Result:
     return _prove_and_time(call, poison, wrong, timer, f"{' + '.join(plan.keys)}; {plan.splits.num_items} work items")
 
 
-def _peer(peer: Peer, problem: Problem, timer: Timer) -> Result:
+def measure_peer(peer: Peer, problem: Problem, timer: Timer) -> Result:
+    """Prove and time a peer in this process. Whatever it raises is its result."""
     last: list[torch.Tensor] = []
 
     def wrong() -> str:
@@ -152,7 +174,7 @@ def _peer(peer: Peer, problem: Problem, timer: Timer) -> Result:
 
         return _prove_and_time(call, poison, wrong, timer, peer.version)
     except Exception as error:  # noqa: BLE001 - whatever another library raises is its result
-        return Result(error=_first_line(error))
+        return Result(error=first_line(error))
 
 
 def _prove_and_time(
@@ -171,8 +193,3 @@ def _prove_and_time(
     if said:
         return Result(error=said, detail=detail)
     return Result(time=timer.time(replay), detail=detail)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"

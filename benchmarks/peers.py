@@ -1,5 +1,7 @@
 """Other libraries' paged decode, where they are installed: called as their users call them, on the same cache.
 
+docs/results/README.md says how to install them. Each runs in a process of its own (`peer_process`).
+
 A peer that is absent is reported as absent; one that does not serve a problem, or computes something else, is
 reported with what it said. No figure of a peer that was measured elsewhere is ever shown.
 """
@@ -7,6 +9,7 @@ reported with what it said. No figure of a peer that was measured elsewhere is e
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -63,7 +66,7 @@ class Fa2(_FlashInfer):
             wrapper = self.module.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "HND", use_tensor_cores=True)
             wrapper.plan(indptr, pages, last, s.h_q, s.h_k, s.d, s.page_size, **dtypes)
         else:
-            wrapper = self.module.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "HND")
+            wrapper = self.module.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "HND", backend="fa2")
             tokens = torch.arange(0, len(s.lens) + 1, dtype=torch.int32, device=device) * s.q_len
             wrapper.plan(
                 tokens, indptr.to(device), pages, last.to(device), s.h_q, s.h_k, s.d, s.page_size, causal=True, **dtypes
@@ -80,16 +83,27 @@ class Xqa(_FlashInfer):
         s = problem.shape
         lens = torch.tensor(s.lens, dtype=torch.int32, device=problem.device)
         run = self.module.decode.trtllm_batch_decode_with_kv_cache
+        mask = None if s.q_len == 1 else draft_mask(len(s.lens), s.q_len).to(problem.device)
         self.workspace.zero_()  # its semaphores start at zero, and fa2 used the same kind of workspace
 
         def call() -> torch.Tensor:
             out: torch.Tensor = run(
                 problem.q, problem.kv, self.workspace, problem.table, lens, max(s.lens), s.d**-0.5, 1.0,
-                kv_layout="HND", backend="xqa", q_len_per_req=s.q_len,
+                kv_layout="HND", backend="xqa", q_len_per_req=s.q_len, mask=mask,
             )  # fmt: skip
             return out
 
         return call
+
+
+def draft_mask(num_seqs: int, q_len: int) -> torch.Tensor:
+    """The causal mask of new tokens as XQA takes it: uint16 (num_seqs, q_len, 2 * ceil(q_len / 32)).
+
+    Bit j of row i, counted from the least significant bit of the first word, is set where token i sees token j.
+    """
+    words = 2 * -(-q_len // 32)
+    rows = [[min(max((2 << i) - 1 >> 16 * word, 0), 0xFFFF) & 0xFFFF for word in range(words)] for i in range(q_len)]
+    return torch.tensor(rows, dtype=torch.int32).to(torch.uint16).expand(num_seqs, q_len, words).contiguous()
 
 
 class Fa3:
@@ -103,9 +117,6 @@ class Fa3:
     def __init__(self, device: torch.device) -> None:
         self.version, self.absent = "", ""
         path = os.environ.get("FA3_SO", "")
-        if not path:
-            self.absent = "FA3_SO is not set"
-            return
         try:
             ops: Any = torch.ops
             ops.load_library(path)
@@ -138,5 +149,20 @@ class Fa3:
 PEERS: dict[str, Callable[[torch.device], Peer]] = {cls.name: cls for cls in (Fa2, Xqa, Fa3)}
 
 
+def absent(name: str) -> str:
+    """Why a peer of PEERS is certainly not there, found without importing it; empty where it may be."""
+    if name == Fa3.name:
+        path = os.environ.get("FA3_SO", "")
+        if not path:
+            return "FA3_SO is not set"
+        return "" if os.path.isfile(path) else f"FA3_SO = {path}: no such file"
+    return "" if importlib.util.find_spec("flashinfer") else "flashinfer is not installed"
+
+
 def _why(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:100]
+    return first_line(error)[:100]
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

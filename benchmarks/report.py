@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 import cubinery
+from benchmarks import summary
 from benchmarks.host import Figure
-from benchmarks.paged_decode import OURS, Row
-from benchmarks.peers import Peer
+from benchmarks.paged_decode import OURS, Guest, Row
 from cubinery.runtime.library import Library
 
 WIDTH = 120
@@ -77,49 +77,71 @@ def _driver_version() -> str:
     return done.stdout.splitlines()[0].strip() if done.stdout.strip() else ""
 
 
-HEADER = f"{'shape':<36} {'kv':<4} {'us':>8} {'GB/s':>6} {'/copy':>6} {'floor us':>9} {'/floor':>7}"
-PEER_HEADER = f"  {'best peer':<15} {'us':>7} {'ours/it':>7}"
+TITLE = 33
+"""Columns of a shape's title."""
+
+HEADER = f"{'shape':<{TITLE}} {'kv':<4} {'us':>8} {'GB/s':>5} {'/copy':>5} {'floor us':>8} {'/floor':>6} {'limit':>5} "
+PEER_HEADER = f" {'best peer':<14} {'us':>7} {'ours/it':>7}"
 
 
 def line(row: Row, copy_gbps: float, *, peers: bool) -> str:
     """A row of the table; the reason in place of figures that there are not."""
-    text = f"{row.shape.title:<36} {row.kv_format:<4} "
+    text = f"{row.shape.title:<{TITLE}} {row.kv_format:<4} "
     ours = row.ours
     if ours.time is None:
-        return _cut(text + ours.error)
+        return cut(text + ours.error)
     us = ours.time.us
-    text += f"{us:>8.1f} {row.gbps(us):>6.0f} {row.gbps(us) / copy_gbps:>6.2f} "
-    text += f"{'-':>9} {'-':>7}" if row.floor is None else f"{row.floor.us:>9.1f} {us / row.floor.us:>7.2f}"
+    text += f"{us:>8.1f} {row.gbps(us):>5.0f} {row.gbps(us) / copy_gbps:>5.2f} "
+    ratio, limit = summary.over_floor(row), summary.floor_limit(row)
+    if row.floor is None or ratio is None:
+        text += f"{'-':>8} {'-':>6} {'-':>5} "
+    else:
+        mark = " " if limit is None or ratio <= limit else "!"
+        text += f"{row.floor.us:>8.1f} {ratio:>6.2f} {'' if limit is None else f'{limit:.2f}':>5}{mark}"
     if peers:
         best = row.best_peer
-        text += f"  {'none ran':<15}" if best is None else f"  {best[0]:<15} {best[1]:>7.1f} {us / best[1]:>7.2f}"
-    return _cut(text)
+        text += (
+            f" {'none ran':<14} {'-':>7} {'-':>7}"
+            if best is None
+            else f" {best[0]:<14} {best[1]:>7.1f} {us / best[1]:>7.2f}"
+        )
+    return cut(text)
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """`text`, or as much of it as fits a line."""
     return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
 
 
-def peer_lines(rows: Sequence[Row], peers: Sequence[Peer]) -> list[str]:
-    """A table of all peers' microseconds, and why some have none."""
-    present = [peer for peer in peers if not peer.absent]
+def peer_lines(rows: Sequence[Row], peers: Sequence[Guest]) -> list[str]:
+    """A table of all peers' microseconds and of ours over theirs, and why some have none."""
+    present = [peer.name for peer in peers if not peer.absent]
     lines = [f"peer {p.name}: {'absent: ' + p.absent if p.absent else p.version}" for p in peers]
     if not present:
-        return [_cut(text) for text in lines]
-    names = [OURS, *(p.name for p in present)]
-    lines += ["", f"{'us':<41} " + " ".join(f"{name:>15}" for name in names)]
+        return [cut(text) for text in lines]
+    head = f"{'shape':<{TITLE}} {'kv':<4} {OURS:>9}"
+    lines += [
+        "",
+        head + "".join(f" {name:>16}" for name in present) + "  best peer",
+        f"{'':<{TITLE}} {'':<4} {'us':>9}" + f" {'us':>9} {'ours/':>6}" * len(present),
+    ]
     errors = []
     for row in rows:
-        cells = []
-        for name in names:
+        ours = row.ours.time
+        text = f"{row.shape.title:<{TITLE}} {row.kv_format:<4} " + (f"{'-':>9}" if ours is None else f"{ours.us:>9.1f}")
+        for name in present:
             found = row.results[name]
-            cells.append(f"{'-':>15}" if found.time is None else f"{found.time.us:>15.1f}")
             if found.time is None:
+                text += f" {'-':>9} {'':>6}"
                 errors.append(f"{name}, {row.shape.title}, {row.kv_format}: {found.error}")
-        lines.append(f"{row.shape.title:<36} {row.kv_format:<4} " + " ".join(cells))
-    if any(name.startswith("fa3") for name in names):
-        lines.append("fa3 rounds Q to fp8 where the cache is fp8; all others keep it in bf16.")
-    return [_cut(text) for text in (*lines, *errors)]
+            else:
+                ratio = "" if ours is None else f"{ours.us / found.time.us:.2f}"
+                text += f" {found.time.us:>9.1f} {ratio:>6}"
+        best = row.best_peer
+        lines.append(text + "  " + ("-" if best is None else best[0]))
+    if any(name.startswith("fa3") for name in present):
+        lines.append("fa3 is given an fp8 Q where the cache is fp8, which it demands; all others are given Q in bf16.")
+    return [cut(text) for text in (*lines, *errors)]
 
 
 def figure_lines(figures: Sequence[Figure]) -> list[str]:
@@ -127,25 +149,33 @@ def figure_lines(figures: Sequence[Figure]) -> list[str]:
     lines = [f"{'host figure':<74} {'measured':>12} {'target':>12}  ok"]
     for f in figures:
         target = "" if f.target is None else f"{f.target:.2f} {f.unit}"
-        lines.append(_cut(f"{f.name:<74} {f'{f.measured:.2f} {f.unit}':>12} {target:>12}  {f.verdict}"))
+        lines.append(cut(f"{f.name:<74} {f'{f.measured:.2f} {f.unit}':>12} {target:>12}  {f.verdict}"))
     return lines
 
 
 def to_json(
-    where: Machine, copy_gbps: float | None, rows: Sequence[Row], peers: Sequence[Peer], figures: Sequence[Figure]
+    where: Machine,
+    copy_gbps: float | None,
+    rows: Sequence[Row],
+    peers: Sequence[Guest],
+    figures: Sequence[Figure],
+    sweep: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All figures as plain data. Times are microseconds, rates GB/s of K and V bytes."""
+    """All figures as plain data. Times are microseconds, rates GB/s of K and V bytes; `sweep` goes in as it is."""
     return {
         "version": FORMAT_VERSION,
         "machine": asdict(where),
         "copy_gbps": copy_gbps,
         "peers": {p.name: {"version": p.version, "absent": p.absent} for p in peers},
-        "rows": [_row_json(row, copy_gbps) for row in rows],
+        "rows": [row_json(row, copy_gbps) for row in rows],
+        "versus": summary.to_json(rows),
+        "sweep": dict(sweep),
         "host": [asdict(f) | {"ok": f.ok} for f in figures],
     }
 
 
-def _row_json(row: Row, copy_gbps: float | None) -> dict[str, Any]:
+def row_json(row: Row, copy_gbps: float | None) -> dict[str, Any]:
+    """One row as plain data."""
     results: dict[str, Mapping[str, Any]] = {}
     for name, found in row.results.items():
         if found.time is None:
@@ -156,6 +186,7 @@ def _row_json(row: Row, copy_gbps: float | None) -> dict[str, Any]:
             "gbps": rate,
             "of_copy": rate / copy_gbps if copy_gbps else None,
             "over_floor": found.time.us / row.floor.us if row.floor else None,
+            "over_ours": found.time.us / row.ours.time.us if row.ours.time else None,
             "detail": found.detail,
         }
     return {

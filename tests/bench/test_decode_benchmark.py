@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_driver import FakeDriver, Launch, write_bundle
+from fake_peers import CountingTimer, TorchPeer
 from host_kernels import HostKernels
 
-from benchmarks import cli, plots, report
+from benchmarks import cli, plots, report, sections, summary
 from benchmarks.ceilings import ReadFloor
-from benchmarks.paged_decode import OURS, Result, Row, measure
+from benchmarks.paged_decode import OURS, Result, Row, measure, measure_peer
 from benchmarks.shapes import SHAPES, Problem, Shape
 from benchmarks.timing import Time
 from cubinery.runtime.errors import CubineryError
@@ -27,33 +27,18 @@ CPU = torch.device("cpu")
 SMALL = Shape("small", 8, 2, 128, 16, (300, 17), 2)
 
 
-class CountingTimer:
-    """Runs what it is given, and says how often."""
+class InProcess:
+    """A peer of this process, as the benchmark sees one in a process of its own."""
 
-    def __init__(self) -> None:
-        self.timed = 0
+    def __init__(self, peer: TorchPeer, timer: CountingTimer) -> None:
+        self.name, self.version, self.absent = peer.name, peer.version, peer.absent
+        self.peer, self.timer = peer, timer
 
-    def capture(self, call: Callable[[], object]) -> Callable[[], object]:
-        return call
+    def measure(self, shape: Shape, kv_format: str) -> Result:
+        return measure_peer(self.peer, Problem(shape, kv_format, CPU), self.timer)
 
-    def time(self, call: Callable[[], object]) -> Time:
-        call()
-        self.timed += 1
-        return Time(10.0, 9.0, 11.0, 1)
-
-
-class TorchPeer:
-    """A peer that computes the reference, or (`factor`) something else, or raises."""
-
-    version, absent = "1", ""
-
-    def __init__(self, name: str, factor: float = 1.0) -> None:
-        self.name, self.factor = name, factor
-
-    def prepare(self, problem: Problem) -> Callable[[], torch.Tensor]:
-        if not self.factor:
-            raise RuntimeError("page size 16 is not served\nand more")
-        return lambda: self.factor * torch.cat([problem.reference(i)[0] for i in range(len(problem.blocks))])
+    def close(self) -> None:
+        self.absent = "closed"
 
 
 @pytest.fixture
@@ -68,7 +53,7 @@ def library(tmp_path: Path) -> Library:
 
 
 def rows_of(library: Library, peers: list[Any], timer: CountingTimer, shape: Shape = SMALL) -> list[Row]:
-    return list(measure([shape], ["fp8"], library, peers, timer, None, CPU))
+    return list(measure([shape], ["fp8"], library, [InProcess(p, timer) for p in peers], timer, None, CPU))
 
 
 def test_a_right_kernel_and_a_right_peer_are_timed(library: Library) -> None:
@@ -110,6 +95,7 @@ def test_wrong_and_failing_peers_have_a_reason_and_no_time(library: Library) -> 
 def test_a_missing_kernel_is_a_row_that_names_it(library: Library) -> None:
     (row,) = rows_of(library, [], CountingTimer(), dataclasses.replace(SMALL, page_size=64))
     assert "KernelNotFoundError: no kernel 'paged_decode-sm_90a-mma-d128-p64-kvfp8-q2'" in row.ours.error
+    assert row.ours.missing
 
 
 def test_reference_against_the_tests_own() -> None:
@@ -147,7 +133,7 @@ def test_the_plot_is_drawn_or_its_lack_explained(tmp_path: Path) -> None:
 
 def test_json_holds_every_figure(library: Library) -> None:
     rows = rows_of(library, [TorchPeer("wrong", 1.2)], CountingTimer())
-    found = json.loads(json.dumps(report.to_json(report.machine(library, 0), 1000.0, rows, [], [])))
+    found = json.loads(json.dumps(report.to_json(report.machine(library, 0), 1000.0, rows, [], [], {})))
     (row,) = found["rows"]
     assert row["results"][OURS]["gbps"] == pytest.approx(row["kv_bytes"] / 10 / 1e3)
     assert row["results"][OURS]["of_copy"] == pytest.approx(row["kv_bytes"] / 10 / 1e6)
@@ -191,12 +177,16 @@ def test_a_whole_run_on_the_host(
 ) -> None:
     """Everything but the GPU's own clock: options to tables, JSON and page."""
     monkeypatch.setattr(cli, "SHAPES", (SMALL,))
-    monkeypatch.setattr(cli, "PEERS", {"right": lambda _: TorchPeer("right")})
-    monkeypatch.setattr(cli, "GpuTimer", lambda *_, **__: CountingTimer())
-    monkeypatch.setattr(cli, "copy_rate", lambda *_: 1000.0)
+    peers = [InProcess(TorchPeer("right"), CountingTimer())]
+    monkeypatch.setattr(cli, "PEERS", {"right": None})
+    monkeypatch.setattr(sections, "start_peers", lambda run, *_: run.peers.extend(peers))
+    monkeypatch.setattr(sections, "GpuTimer", lambda *_, **__: CountingTimer())
+    monkeypatch.setattr(sections, "copy_rate", lambda *_: 1000.0)
     monkeypatch.setattr(cli, "_device", lambda _: CPU)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(cli, "ReadFloor", lambda *_, **__: type("", (), {"why": "none", "time": lambda *_: None})())
+    monkeypatch.setattr(
+        sections, "ReadFloor", lambda *_, **__: type("", (), {"why": "none", "time": lambda *_: None})()
+    )
     monkeypatch.setattr(cli.Library, "open", lambda _: library)
     out = tmp_path / "out"
     options = ["--only", "decode", "--peers", "right", "--out", str(out), "--formats"]
@@ -204,6 +194,13 @@ def test_a_whole_run_on_the_host(
     text = capsys.readouterr().out
     assert "no read floor: none" in text
     assert max(map(len, text.splitlines())) <= 120
+    assert peers[0].absent == "closed"
+    peers[0].absent = ""
+    assert text.splitlines()[-4:-1] == [
+        "fp8, best peer's time over ours, 1 of 1 shapes: NO",
+        "  geometric mean 1.000 (target 1.25)",
+        f"  least 1.000 (target 1.00): {SMALL.title}",
+    ]
     page = (out / "results.md").read_text()
     assert text.splitlines()[0] in page
     assert json.loads((out / "results.json").read_text())["rows"][0]["results"]["right"]["us"] == 10.0
@@ -212,3 +209,69 @@ def test_a_whole_run_on_the_host(
     captured = capsys.readouterr()
     assert "KernelNotFoundError" in captured.err
     assert "KernelNotFoundError" in json.loads(captured.out)["rows"][0]["results"][OURS]["error"]
+
+
+def timed(kv_format: str, ours: float | None, *peers: float, floor: float = 10.0, shape: Shape = SHAPES[0]) -> Row:
+    """A row whose times, us, are given."""
+    row = Row(shape, kv_format, Time(floor, 1, 2, 3))
+    row.results[OURS] = Result(error="wrong") if ours is None else Result(Time(ours, 1, 2, 3))
+    for at, us in enumerate(peers):
+        row.results[f"peer{at}"] = Result(Time(us, 1, 2, 3))
+    return row
+
+
+def test_the_mean_is_over_the_best_peer_of_each_shape() -> None:
+    (found,) = summary.versus([timed("fp8", 10.0, 20.0, 40.0), timed("fp8", 10.0, 30.0, 12.5)])
+    assert (found.shapes, found.of) == (2, 2)
+    assert found.mean == pytest.approx((2.0 * 1.25) ** 0.5)
+    assert found.worst == pytest.approx(1.25)
+    assert found.ok
+
+
+def test_a_shape_without_a_time_fails_the_mean() -> None:
+    (found,) = summary.versus([timed("fp8", 10.0, 20.0), timed("fp8", None, 20.0)])
+    assert (found.shapes, found.of, found.ok) == (1, 2, False)
+    lines = summary.lines([timed("fp8", 10.0, 20.0), timed("fp8", None, 20.0)])
+    assert lines[-3:-1] == [
+        "fp8, best peer's time over ours, 1 of 2 shapes: NO",
+        "  geometric mean 2.000 (target 1.25)",
+    ]
+    assert any("not measured (limit 1.08)" in text for text in lines)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "ours", "ok"), [("fp8", 20.1, False), ("bf16", 20.3, True), ("bf16", 20.5, False)]
+)
+def test_a_single_slow_shape_fails_the_format(kv_format: str, ours: float, ok: bool) -> None:
+    fast = [timed(kv_format, 10.0, 20.0) for _ in range(4)]
+    (found,) = summary.versus([*fast, timed(kv_format, ours, 20.0)])
+    assert found.mean > 1.25
+    assert found.ok is ok
+
+
+def test_no_peer_no_mean() -> None:
+    rows = [timed("fp8", 10.7), timed("bf16", 10.0)]
+    assert summary.versus(rows) == []
+    assert summary.lines(rows) == [
+        "fp8, time over floor: 1 of 1 shapes within their limits",
+        "fp8 against peers: no peer ran, so there is no mean",
+        "bf16 against peers: no peer ran, so there is no mean",
+    ]
+
+
+def test_every_shape_has_a_floor_limit_and_over_it_is_marked() -> None:
+    assert set(summary.FLOOR_LIMITS) == {shape.name for shape in SHAPES}
+    assert "1.07  1.08 " in report.line(timed("fp8", 10.7), 4000.0, peers=False)
+    assert "1.09  1.08!" in report.line(timed("fp8", 10.9), 4000.0, peers=False)
+    assert "!" not in report.line(timed("bf16", 30.0), 4000.0, peers=False)
+
+
+def test_the_table_of_peers_fits_and_holds_ratios() -> None:
+    row = timed("fp8", 100.0, 80.0, 200.0)
+    row.results["peer2"] = Result(error="RuntimeError: page size")
+    known = [InProcess(TorchPeer(f"peer{i}"), CountingTimer()) for i in range(3)]
+    lines = report.peer_lines([row], known)
+    assert max(map(len, lines)) <= 120
+    (cells,) = (text for text in lines if text.startswith(row.shape.title))
+    assert cells.split()[-7:] == ["100.0", "80.0", "1.25", "200.0", "0.50", "-", "peer0"]
+    assert lines[-1] == f"peer2, {row.shape.title}, fp8: RuntimeError: page size"
