@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import plots, report, sections
+from benchmarks import keys, plots, report, sections
 from benchmarks.host import Figure
 from benchmarks.host import measure as measure_host
 from benchmarks.peers import PEERS
@@ -49,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device (default: 0)")
     p.add_argument("--list", action="store_true", help="list the shapes and stop")
+    p.add_argument("--keys", metavar="ARCH",
+                   help="print the keys that this run needs on ARCH, for `cubinery build --from-misses`, and stop; "
+                   "with --sweep, those of the sweep too")  # fmt: skip
     return p
 
 
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{shape.name:<24} {shape.title}")
         return 0
     try:
-        return _run(options)
+        return _print_keys(options) if options.keys else _run(options)
     except CubineryError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -93,6 +96,18 @@ def choose(option: str, text: str, known: Sequence[str], *, none: bool = False) 
         allowed = ", ".join([*known, "none"] if none else known)
         raise CubineryError(f"{option} {text!r}: expected one or more of {allowed}")
     return list(dict.fromkeys(names))
+
+
+def _print_keys(options: argparse.Namespace) -> int:
+    problems = keys.wanted(
+        choose_shapes(options.shapes), choose("--formats", options.formats, tuple(DTYPES)), swept=options.sweep
+    )
+    entries, unserved = keys.keys(options.keys, problems)
+    for entry in entries:
+        print(json.dumps(entry))
+    for text in unserved:
+        print(f"{PROGRAM}: no kernel: {text}", file=sys.stderr)
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -12,9 +12,9 @@ from fake_driver import FakeDriver, write_bundle
 from fake_peers import CountingTimer
 from host_kernels import HostKernels
 
-from benchmarks import sweep, sweep_report
+from benchmarks import cli, keys, sweep, sweep_report
 from benchmarks.paged_decode import OURS, Result, Row
-from benchmarks.shapes import NARROW, Problem, Shape
+from benchmarks.shapes import NARROW, SHAPES, Problem, Shape
 from benchmarks.sweep import BASE, Measured, Point
 from benchmarks.timing import Time
 from cubinery.aot.references.paged_decode import paged_attention
@@ -132,3 +132,26 @@ def test_formats_are_measured_where_they_matter(tmp_path: Path, monkeypatch: pyt
     assert [row.kv_format for row, _ in found] == ["fp8", *NARROW] * 3
     assert {row.shape.title.split(",")[0] for row, _ in found} == {"128 x 2K", "32 x 4K", "1 x 128K"}
     assert all(row.ours.missing for row, _ in found)
+
+
+def test_keys_of_a_run_can_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from cubinery.aot.variants import from_misses
+
+    assert cli.main(["--keys", "sm_90a", "--sweep"]) == 0
+    captured = capsys.readouterr()
+    (tmp_path / "keys.json").write_text(captured.out)
+    built = {item.key for item in from_misses(tmp_path / "keys.json")}
+    assert {json.loads(text)["key"] for text in captured.out.splitlines()} < built  # and what they require
+    served = [w for w in keys.wanted(SHAPES, ("fp8", "bf16"), swept=True) if w[1] in ("fp8", "bf16")]
+    unserved = captured.err.splitlines()
+    assert all(text.startswith("benchmarks: no kernel: ") for text in unserved)
+    for shape, kv_format, ctas in served:
+        if not any(f"{shape.title}, {kv_format}: " in text for text in unserved):
+            found, _ = keys.keys("sm_90a", [(shape, kv_format, ctas)])
+            assert found[0]["key"] in built
+    assert {f"paged_decode-sm_90a-mma-d128-p64-kvfp8-q{n}" for n in (2, 3, 4)} <= built
+
+
+def test_keys_of_an_unknown_arch_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--keys", "sm_9"]) == cli.EXIT_USAGE
+    assert capsys.readouterr().err.startswith("benchmarks: error: ")

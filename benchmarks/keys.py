@@ -1,0 +1,49 @@
+"""The keys that a benchmark needs, for a bundle that holds exactly those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import sweep
+from benchmarks.shapes import NARROW, Shape
+from cubinery.runtime.arch import resolve
+from cubinery.runtime.errors import ConfigError
+from cubinery.runtime.ops.paged_decode.select import Problem, select
+
+Wanted = tuple[Shape, str, int | None]
+"""A shape, a KV format, and a forced number of CTAs an SM."""
+
+
+def wanted(shapes: Sequence[Shape], formats: Sequence[str], *, swept: bool) -> list[Wanted]:
+    """Every problem of a run, in its order."""
+    found: list[Wanted] = [(shape, kv_format, None) for shape in shapes for kv_format in formats]
+    if swept:
+        found += [(point.shape, point.kv_format, point.ctas_per_sm) for point in sweep.points()]
+        found += [(shape, kv_format, None) for shape in sweep.FORMAT_SHAPES for kv_format in ("fp8", *NARROW)]
+    return found
+
+
+def keys(arch_name: str, problems: Sequence[Wanted]) -> tuple[list[dict[str, Any]], list[str]]:
+    """(entries, why): what `cubinery build --from-misses` builds, each key once, and problems that no kernel serves.
+
+    What a key requires is built with it. Raises ConfigError for an unknown arch.
+    """
+    arch = resolve(arch_name)
+    entries: dict[str, dict[str, Any]] = {}
+    unserved = []
+    for shape, kv_format, ctas_per_sm in problems:
+        try:
+            config = select(
+                Problem(
+                    head_dim=shape.d, page_size=shape.page_size, kv_format=kv_format,
+                    group_size=shape.h_q // shape.h_k, q_len=shape.q_len,
+                ),
+                arch, ctas_per_sm=ctas_per_sm,
+            )  # fmt: skip
+        except ConfigError as error:
+            unserved.append(f"{shape.title}, {kv_format}: {error}")
+            continue
+        key = config.key(arch.name)
+        entries[key] = {"key": key}
+    return list(entries.values()), unserved
