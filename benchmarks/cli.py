@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
     wanted = choose("--peers", options.peers, tuple(PEERS), none=True)
     parts = {options.only} if options.only else {"decode", "host", *(["sweep"] if options.sweep else [])}
     library = Library.open(options.bundle)
-    device = _device(options.device)
+    device = select_device(options.device)
     library.archs_for(options.device)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,8 @@ def _run(options: argparse.Namespace) -> int:
     return EXIT_FAILED if sections.failed(run) else 0
 
 
-def _device(index: int) -> torch.device:
+def select_device(index: int) -> torch.device:
+    """Make a device current and return it. Raises DriverError where there is none."""
     if not torch.cuda.is_available():
         raise DriverError("no CUDA device that torch can use: run this on a machine with a GPU (see nvidia-smi)")
     count = torch.cuda.device_count()

@@ -182,7 +182,7 @@ def test_a_whole_run_on_the_host(
     monkeypatch.setattr(sections, "start_peers", lambda run, *_: run.peers.extend(peers))
     monkeypatch.setattr(sections, "GpuTimer", lambda *_, **__: CountingTimer())
     monkeypatch.setattr(sections, "copy_rate", lambda *_: 1000.0)
-    monkeypatch.setattr(cli, "_device", lambda _: CPU)
+    monkeypatch.setattr(cli, "select_device", lambda _: CPU)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(
         sections, "ReadFloor", lambda *_, **__: type("", (), {"why": "none", "time": lambda *_: None})()
