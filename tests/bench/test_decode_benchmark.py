@@ -16,6 +16,7 @@ from host_kernels import HostKernels
 from benchmarks import cli, plots, report, sections, summary
 from benchmarks.ceilings import ReadFloor
 from benchmarks.paged_decode import OURS, Result, Row, measure, measure_peer
+from benchmarks.peer_process import FirstCall
 from benchmarks.shapes import SHAPES, Problem, Shape
 from benchmarks.timing import Time
 from cubinery.runtime.errors import CubineryError
@@ -275,3 +276,38 @@ def test_the_table_of_peers_fits_and_holds_ratios() -> None:
     (cells,) = (text for text in lines if text.startswith(row.shape.title))
     assert cells.split()[-7:] == ["100.0", "80.0", "1.25", "200.0", "0.50", "-", "peer0"]
     assert lines[-1] == f"peer2, {row.shape.title}, fp8: RuntimeError: page size"
+
+
+def test_peers_start_together_and_compile_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Process(InProcess):
+        def __init__(self, name: str, make_peer: Any, make_timer: Any, device: Any, *, absent: str) -> None:
+            super().__init__(TorchPeer(name), make_timer(device))
+            self.absent = absent
+
+        def start(self) -> None:
+            done.append(f"start {self.name}")
+
+        def join(self) -> None:
+            done.append(f"join {self.name}")
+
+        def request_first_calls(self, problems: list[tuple[Shape, str]]) -> None:
+            done.append(f"request {self.name} {len(problems)}")
+
+        def first_calls(self, problems: list[tuple[Shape, str]]) -> list[FirstCall]:
+            return [] if self.absent else [FirstCall("one", 8.5), FirstCall("two", 0.5, "RuntimeError: no nvcc")]
+
+    monkeypatch.setattr(sections, "PeerProcess", Process)
+    monkeypatch.setattr(sections, "GpuTimer", lambda *_, **__: CountingTimer())
+    monkeypatch.setattr(sections.peers, "PEERS", {"a": None, "b": None})
+    monkeypatch.setattr(sections.peers, "absent", lambda name: "not installed" if name == "b" else "")
+    said: list[str] = []
+    run = sections.Run(None, CPU, False, lambda *lines: said.extend(lines))  # type: ignore[arg-type]
+    sections.start_peers(run, ["a", "b"], SHAPES[:3], ["fp8"])
+    assert done == ["start a", "start b", "join a", "request a 2", "join b", "request b 2"]
+    assert said == [
+        "a 1: first calls of 2 configurations took 9.0 s, longest 8.5 s (one)",
+        "  two: RuntimeError: no nvcc",
+    ]
+    assert [peer.absent for peer in run.peers] == ["", "not installed"]
