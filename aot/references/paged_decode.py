@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cubinery.runtime.ops.paged_decode.formats import E4M3
+from cubinery.runtime.ops.paged_decode.formats import E4M3, NVFP4_BLOCK, element, unpack
 from cubinery.runtime.ops.paged_decode.quantize import decode
 
 Doubles = NDArray[np.float64]
@@ -33,6 +33,17 @@ def to_doubles(x: Any) -> Doubles:
     return np.asarray(x, np.float64)
 
 
+def stored_doubles(x: Any, kv_format: str | None, scales: Any = None) -> Doubles:
+    """float64 (..., head_dim) of stored K or V rows: `to_doubles`, except that formats below 8 bits come as packed
+    bytes (..., head_dim * bits / 8), and those of nvfp4 with the e4m3 scales (..., head_dim / 16) of their blocks.
+    """
+    if kv_format is None or kv_format in ("bf16", "fp8"):
+        return to_doubles(x)
+    fmt = element(kv_format)
+    values = decode(unpack(np.asarray(x), fmt.bits), fmt).astype(np.float64)
+    return values if scales is None else values * np.repeat(to_doubles(scales), NVFP4_BLOCK, axis=-1)
+
+
 def paged_attention(
     q: Any,
     k_cache: Any,
@@ -47,12 +58,16 @@ def paged_attention(
     v_descale: Any = None,
     softmax_scale: float | None = None,
     out_scale: float = 1.0,
+    kv_format: str | None = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
 ) -> tuple[Doubles, Doubles]:
     """(o, lse) of one decode step.
 
     `q` is (num_seqs * q_len, num_q_heads, head_dim) or (num_seqs, q_len, num_q_heads, head_dim); the
     caches are logical views (num_pages, page_size, num_kv_heads, head_dim) of values (uint8 and
-    float8 are e4m3 codes); `block_table` is (num_seqs, max_blocks), of which only entries below a
+    float8 are e4m3 codes, unless `kv_format` names a packed format; nvfp4 comes with `k_scales` and
+    `v_scales`, e4m3 (num_pages, page_size, num_kv_heads, head_dim / 16)); `block_table` is (num_seqs, max_blocks), of which only entries below a
     sequence's length are read; `seq_lens` count keys, the new tokens included. Descales are None (1), a
     number, or arrays of 1 element, (num_kv_heads,) or (num_seqs, num_kv_heads).
 
@@ -79,7 +94,11 @@ def paged_attention(
         pages = [int(page) for page in table[seq, : -(-length // page_size)]]
         for head in range(num_kv_heads):
             # Only the pages read are converted, so poisoned ones elsewhere cost nothing and cannot leak.
-            k, v = (to_doubles(c[pages, :, head]).reshape(-1, head_dim)[:length] for c in (k_cache, v_cache))
+            k, v = (
+                stored_doubles(c[pages, :, head], kv_format, None if s is None else s[pages, :, head])
+                .reshape(-1, head_dim)[:length]
+                for c, s in ((k_cache, k_scales), (v_cache, v_scales))
+            )  # fmt: skip
             o[seq, :, head], lse[seq, head] = dense_attention(
                 queries[seq, :, head], k, v, sigma=float(sigma[seq, head]), gain=float(gain[seq, head]), causal=causal
             )

@@ -27,6 +27,15 @@ def ldmatrix_x4(address: Int32, *, transpose: bool = False) -> tuple[Uint32, ...
     )
 
 
+def ldmatrix_x2(address: Int32) -> tuple[Uint32, ...]:
+    """Two 8x8 matrices of 16-bit elements; lane 8i + r, i < 2, gives the address of row r of matrix i."""
+    return inline(
+        "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[address],
+    )
+
+
 def mma_m16n8k16(dtype: str, a: Fragment, b: Fragment, acc: Fragment) -> list[Float32]:
     """acc + A B for A 16x16 (4 registers) and B 16x8 (2 registers) of `dtype` ("f16" or "bf16"), fp32 acc."""
     return list(
@@ -52,6 +61,24 @@ def e4m3x4_to_f16x2x2(codes: Uint32) -> tuple[Uint32, Uint32]:
     )
 
 
+def e2m1x8_to_f16x2x4(codes: Uint32) -> tuple[Uint32, ...]:
+    """Eight e2m1 codes to four f16x2 registers of 2^-14 times their value, exactly: code i below, code i + 4 above.
+
+    Sign to bit 15, exponent and mantissa to bits 11 to 9. Odd codes, then even ones, are brought together in bytes
+    (a select), so that one mask cleans a register of two.
+    """
+    return inline(
+        "{ .reg .b32 s, t, odd, even; "
+        "shr.u32 t, {$r0}, 3; lop3.b32 odd, {$r0}, t, 0x80808080, 0xe4; "
+        "shl.b32 s, {$r0}, 4; shl.b32 t, {$r0}, 1; lop3.b32 even, s, t, 0x80808080, 0xe4; "
+        "and.b32 {$w3}, odd, 0x8e008e00; and.b32 {$w2}, even, 0x8e008e00; "
+        "shl.b32 s, odd, 8; shl.b32 t, even, 8; "
+        "and.b32 {$w1}, s, 0x8e008e00; and.b32 {$w0}, t, 0x8e008e00; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[codes],
+    )
+
+
 def pack_f32x2(dtype: str, low: Float32, high: Float32) -> Uint32:
     """Two fp32 values rounded to nearest even as one f16x2 or bf16x2 register."""
     return inline(
@@ -63,6 +90,15 @@ def unpack_bf16x2(pair: Uint32) -> tuple[Float32, Float32]:
     """(low, high) of a bf16x2 register as fp32; exact."""
     return inline(
         "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
+    )
+
+
+def unpack_f16x2(pair: Uint32) -> tuple[Float32, Float32]:
+    """(low, high) of an f16x2 register as fp32; exact."""
+    return inline(
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.f32.f16 {$w0}, lo; cvt.f32.f16 {$w1}, hi; }",
         write_only_types=[Float32, Float32],
         read_only_args=[pair],
     )
@@ -94,6 +130,11 @@ def bits_to_float(bits: Int32) -> Float32:
 def load_global_v2(address: Int64) -> tuple[Int32, Int32]:
     """Two consecutive int32 from global memory."""
     return inline("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[address])
+
+
+def load_global_b64(address: Int64) -> tuple[Uint32, ...]:
+    """8 bytes from global memory, as two registers."""
+    return inline("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address])
 
 
 def load_global_i32x4(address: Int64) -> tuple[Int32, ...]:
@@ -179,6 +220,11 @@ def store_shared_f32x2(address: Int32, values: Fragment) -> None:
 def store_shared_f32x4(address: Int32, values: Fragment) -> None:
     """Four consecutive fp32 values to shared memory."""
     inline("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def store_shared_b32(address: Int32, value: Uint32) -> None:
+    """4 bytes to shared memory."""
+    inline("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def store_shared_v2(address: Int32, values: Fragment) -> None:

@@ -20,17 +20,21 @@ def declare(config: KernelConfig, arch: Arch) -> KernelRecord:
 
 
 def kv_map(config: DecodeConfig, name: str) -> TensorMapSpec:
-    """The tensor map of K or V: one box is 128 bytes of head_dim (or all) by the rows of a page in a stage."""
-    inner = min(config.head_dim, 128 // config.kv_bytes)
+    """The tensor map of K or V: one box is up to 128 bytes of a row by the rows of a page in a stage.
+
+    Packed formats are bytes to the map: padded sub-byte types would spend a byte of shared memory an element, and
+    Hopper has none.
+    """
+    element_bytes = 2 if config.kv_format == "bf16" else 1
     return TensorMapSpec(
         name=f"{name}_map",
         pointer=name,
-        dtype={"fp8": "uint8", "bf16": "bfloat16"}[config.kv_format],
-        box=(inner, min(config.page_size, config.stage_keys), 1, 1),
+        dtype="bfloat16" if config.kv_format == "bf16" else "uint8",
+        box=(config.box_bytes // element_bytes, min(config.page_size, config.stage_keys), 1, 1),
         element_strides=(1, 1, 1, 1),
-        extents=(config.head_dim, config.page_size, "num_kv_heads", "num_pages"),
+        extents=(config.row_bytes // element_bytes, config.page_size, "num_kv_heads", "num_pages"),
         strides=(f"{name}_row_bytes", f"{name}_head_bytes", f"{name}_page_bytes"),
-        swizzle="128B" if inner * config.kv_bytes == 128 else "64B",
+        swizzle=f"{config.box_bytes}B",
         l2_promotion="128B",  # 256 bytes cost 2 to 5 % of the bandwidth on an H200
     )
 

@@ -178,7 +178,7 @@ class PagedDecodeMma(MmaTile):
             if seq >= 0:  # a padding item writes nothing
                 num_stages = self.num_stages(key_begin, key_end)
                 row0 = row_block * c.row_tile
-                q_base = q.toint() + (Int64(seq) * q_seq + Int64(head * group_size) * q_head) * 2
+                q_base = q.toint() + (Int64(seq) * q_seq + Int64(head * group_size) * q_head) * self.q_element_bytes
                 score_scale = (
                     scale_qs
                     * load_f32(q_descale, Int64(seq) * q_descale_seq + head * q_descale_head)

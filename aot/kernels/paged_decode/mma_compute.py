@@ -16,8 +16,8 @@ class Consumer(MmaTile):
     def stage_q(self, smem, warp, lane, q_base, row0, n_q, group_size, q_token, q_head):
         """Q tile to shared memory, 16-byte chunks swizzled by row; rows past n_q become zeros.
 
-        fp8: each row is scaled by a power of two and its elements are reordered within every 16, so
-        that the four consecutive codes one lane holds of K meet the right columns of the A fragment.
+        Elements go where the format's fragments of K want them. For an f16 MMA, each row of bf16 is scaled by a
+        power of two; e4m3 fits f16 and bf16 as it is.
         """
         c = self.config
         rows_at_once = max(1, 256 // c.head_dim)
@@ -35,15 +35,20 @@ class Consumer(MmaTile):
         row = row + lane // lanes
         n = row0 + row
         vectors = [lane % lanes + 32 * i for i in range(max(1, c.head_dim // 256))]  # of 8 elements each
-        pairs = [Uint32(0)] * (4 * len(vectors))
+        words = [Uint32(0)] * (2 * self.q_element_bytes * len(vectors))
         if n < n_q:
             token = n // group_size
-            address = q_base + (Int64(token) * q_token + Int64(n - token * group_size) * q_head) * 2
-            pairs = [pair for vector in vectors for pair in ptx.load_global_v4(address + vector * 16)]
+            element = Int64(token) * q_token + Int64(n - token * group_size) * q_head
+            address = q_base + element * self.q_element_bytes
+            words = [w for vector in vectors for w in self.load_q_vector(address + vector * 8 * self.q_element_bytes)]
         row_smem = smem + self.q_smem + row * (c.head_dim * 2)
-        down = Float32(1.0)  # undoes the scaling of the row
-        if cutlass.const_expr(self.is_fp8):
-            values = [x for pair in pairs for x in ptx.unpack_bf16x2(pair)]
+        down = Float32(2.0**self.format.k_log2)  # undoes the scaling of the row
+        pairs = words
+        if cutlass.const_expr(c.q_dtype == "e4m3"):
+            halves = [pair for word in words for pair in ptx.e4m3x4_to_f16x2x2(word)]
+            pairs = self.format_pairs([x for pair in halves for x in ptx.unpack_f16x2(pair)])
+        elif cutlass.const_expr(self.mma_dtype == "f16"):
+            values = [x for word in words for x in ptx.unpack_bf16x2(word)]
             amax = Float32(0.0)
             for x in values:
                 amax = cute.arch.fmax(amax, cute.arch.fmax(x, -x))
@@ -52,19 +57,23 @@ class Consumer(MmaTile):
             # From 2^-63 down a row counts as zero: its factor must not drive the score scale to zero.
             exponent = cutlass.min(cutlass.max(ptx.float_bits(amax) >> 23, 64), 254)
             up = ptx.bits_to_float((268 - exponent) << 23)
-            down = ptx.bits_to_float((exponent - 14) << 23)
-            halves = [ptx.pack_f32x2("f16", low * up, high * up) for low, high in zip(*[iter(values)] * 2, strict=True)]
-            for i, vector in enumerate(vectors):
-                p0, p1, p2, p3 = halves[4 * i : 4 * i + 4]
-                chunk = vector // 2 * 2
-                half = vector % 2 * 8
-                ptx.store_shared_v2(row_smem + (chunk ^ (row & 7)) * 16 + half, (p0, p2))
-                ptx.store_shared_v2(row_smem + ((chunk + 1) ^ (row & 7)) * 16 + half, (p1, p3))
-        else:
-            for i, vector in enumerate(vectors):
-                ptx.store_shared_v4(row_smem + (vector ^ (row & 7)) * 16, pairs[4 * i : 4 * i + 4])
+            down = ptx.bits_to_float((exponent - 14 + self.format.k_log2) << 23)
+            pairs = self.format_pairs([x * up for x in values])
+        for i, vector in enumerate(vectors):
+            self.format.store_q(row_smem, row, vector, pairs[4 * i : 4 * i + 4])
         if lane % lanes == 0:
             ptx.store_shared_f32(smem + ROW_SCALE + row * 4, down)
+
+    def load_q_vector(self, address):
+        """Eight elements of Q."""
+        return (ptx.load_global_v4 if self.q_element_bytes == 2 else ptx.load_global_b64)(address)
+
+    def format_pairs(self, values):
+        """Elements of Q, eight by eight, as the registers that the format stores."""
+        eights = range(0, len(values), 8)
+        return [
+            ptx.pack_f32x2(self.mma_dtype, values[n + a], values[n + b]) for n in eights for a, b in self.format.q_pairs
+        ]
 
     def row_shuffles(self, lanes):
         return [1 << i for i in range(lanes.bit_length() - 1)]
@@ -76,13 +85,12 @@ class Consumer(MmaTile):
         row_group = warp % c.row_warps
         col_group = warp // c.row_warps % c.col_warps
         key_group = warp // (c.row_warps * c.col_warps)
-        i, r = lane // 8, lane % 8  # matrix and row whose address this lane gives to ldmatrix
+        i, r = lane // 8, lane % 8  # matrix of Q, and its row, whose address this lane gives to ldmatrix
         g, quad = lane // 4, lane % 4
         q_address = smem + self.q_smem + (row_group * 16 + (i % 2) * 8 + r) * (c.head_dim * 2) + ((i // 2) ^ r) * 16
         slice_key = key_group * self.warp_keys
-        k_lane = smem + self.ring + (slice_key + r) * self.pitch + (i ^ self.swizzle(r)) * 16
-        v_lane = smem + self.ring + (slice_key + (i % 2) * 8 + r) * self.pitch + ((i // 2) ^ self.swizzle(r)) * 16
-        v_lane += col_group * (self.d_boxes // c.col_warps * c.stage_keys * self.pitch)
+        k_lane = smem + self.ring + self.format.k_lane(slice_key, lane)
+        v_lane = smem + self.ring + self.format.v_lane(slice_key, lane, col_group)
 
         row = row_group * 16 + g
         exp_scale = [
@@ -136,14 +144,14 @@ class Consumer(MmaTile):
         stage, phase = self.advance(stage, phase)
         for step in cutlass.range(self.warp_keys // self.step_keys, unroll=1):
             first = step * self.step_keys
-            scores = self.scores(k_lane + k_offset + first * self.pitch, q_address, q_frags)
+            scores = self.scores(k_lane + k_offset + first * c.box_bytes, q_address, q_frags)
             if cutlass.const_expr(limits is not None):
                 scores = [self.mask_scores(tile, key + first + 8 * t, limits) for t, tile in enumerate(scores)]
             p, m, l, alpha, changed = self.softmax(scores, m, l, exp_scale)
             o = self.rescale(o, alpha, changed)
             ptx.mbarrier_wait(v_full, v_phase)
             keep = None if cutlass.const_expr(limits is None) else length - key - first
-            o = self.accumulate(v_lane + v_offset + first * self.pitch, p, keep, o)
+            o = self.accumulate(v_lane + v_offset + first * c.box_bytes, p, keep, o)
         self.release(k_empty, lane)
         self.release(v_empty, lane)
         return o, m, l, stage, phase
@@ -157,23 +165,17 @@ class Consumer(MmaTile):
 
     def scores(self, k_address, q_address, q_frags):
         """S[16 rows][step_keys] as accumulator tiles of 8 keys: a lane has rows g, g + 8 and keys 2c, 2c + 1."""
-        c = self.config
+        fmt = self.format
         tiles = [[Float32(0.0)] * 4 for _ in range(self.step_keys // 8)]
-        mma_per_load = 4 if self.is_fp8 else 2  # 16-column steps in four 16-byte chunks
-        for j in range(self.k_chunks // 4):
-            q_steps = range(j * mma_per_load, (j + 1) * mma_per_load)
-            q_now = [q_frags[s] if q_frags is not None else self.load_q_step(q_address, s) for s in q_steps]
-            for t in range(self.step_keys // 8):
-                address = (k_address ^ (64 * j % self.pitch)) + (
-                    64 * j // self.pitch * c.stage_keys + 8 * t
-                ) * self.pitch
-                regs = ptx.ldmatrix_x4(address)
-                if self.is_fp8:
-                    b_frags = [ptx.e4m3x4_to_f16x2x2(reg) for reg in regs]
-                else:
-                    b_frags = [regs[0:2], regs[2:4]]
-                for a, b in zip(q_now, b_frags, strict=True):
-                    tiles[t] = ptx.mma_m16n8k16(self.mma_dtype, a, b, tiles[t])
+        for load in range(fmt.k_loads):
+            registers = [fmt.k_load(k_address + 8 * t * fmt.pitch, load) for t in range(len(tiles))]
+            for group in range(fmt.k_groups):
+                first = (load * fmt.k_groups + group) * fmt.group_steps
+                q_steps = range(first, first + fmt.group_steps)
+                q_now = [q_frags[s] if q_frags is not None else self.load_q_step(q_address, s) for s in q_steps]
+                for t in range(len(tiles)):
+                    for a, b in zip(q_now, fmt.k_pairs(registers[t], group), strict=True):
+                        tiles[t] = ptx.mma_m16n8k16(self.mma_dtype, a, b, tiles[t])
         return tiles
 
     def mask_scores(self, tile, key, limits):
@@ -220,33 +222,14 @@ class Consumer(MmaTile):
         return o
 
     def accumulate(self, v_address, p, keep, o):
-        """O += P V. `keep` (or None): how many keys from this lane's first on are inside the sequence.
-
-        fp8: a lane reads pairs of neighbouring columns; after a byte shuffle one conversion gives the
-        B fragment of the even columns of 16, another that of the odd ones.
-        """
-        c = self.config
+        """O += P V. `keep` (or None): how many keys from this lane's first on are inside the sequence."""
+        fmt = self.format
         o = list(o)
         for t, a in enumerate(p):
             masks = None if keep is None else [self.row_mask(keep - 16 * t - 8 * h) for h in (0, 1)]
-            for j in range(self.k_chunks // c.col_warps // 2):
-                address = (v_address ^ (32 * j % self.pitch)) + (
-                    32 * j // self.pitch * c.stage_keys + 16 * t
-                ) * self.pitch
-                regs = ptx.ldmatrix_x4(address, transpose=True)
-                if masks is not None:
-                    regs = [reg & masks[n % 2] for n, reg in enumerate(regs)]
-                for half in (0, 1):
-                    low, high = regs[2 * half], regs[2 * half + 1]
-                    chunk = 2 * j + half
-                    if self.is_fp8:
-                        even_low, odd_low = ptx.e4m3x4_to_f16x2x2(ptx.permute_bytes(low, 0x3120))
-                        even_high, odd_high = ptx.e4m3x4_to_f16x2x2(ptx.permute_bytes(high, 0x3120))
-                        frags = {2 * chunk: (even_low, even_high), 2 * chunk + 1: (odd_low, odd_high)}
-                    else:
-                        frags = {chunk: (low, high)}
-                    for tile, b in frags.items():
-                        o[4 * tile : 4 * tile + 4] = ptx.mma_m16n8k16(self.mma_dtype, a, b, o[4 * tile : 4 * tile + 4])
+            for load in range(fmt.v_loads):
+                for tile, b in fmt.v_fragments(v_address + 16 * t * fmt.pitch, load, masks):
+                    o[4 * tile : 4 * tile + 4] = ptx.mma_m16n8k16(self.mma_dtype, a, b, o[4 * tile : 4 * tile + 4])
         return o
 
     def row_mask(self, keep):

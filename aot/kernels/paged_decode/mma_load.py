@@ -17,15 +17,15 @@ class Producer(MmaTile):
     def produce(
         self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, num_stages
     ):
-        """Fill the ring. Lane i issues box i of a stage: page i // d_boxes, column of boxes i % d_boxes."""
+        """Fill the ring. Lane i issues box i of a stage: page i // boxes_per_row, column i % boxes_per_row."""
         c = self.config
         if lane == 0:
             ptx.prefetch_tensor_map(k_map.get_ptr())
             ptx.prefetch_tensor_map(v_map.get_ptr())
-        page_in_stage = lane // self.d_boxes
-        column = lane % self.d_boxes
+        page_in_stage = lane // c.boxes_per_row
+        column = lane % c.boxes_per_row
         box_rows = self.box[1]
-        destination = (column * c.stage_keys + page_in_stage * box_rows) * self.pitch
+        destination = (column * c.stage_keys + page_in_stage * box_rows) * c.box_bytes
         page = self.look_up(block_table, table_row, num_pages, key_end, key_begin + page_in_stage * box_rows)
         stage = Int32(0)
         phase = Int32(1)  # the first pass over the ring waits for nothing

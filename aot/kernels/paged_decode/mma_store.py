@@ -42,15 +42,10 @@ class Epilogue(MmaTile):
             factor = ptx.exp2((m[j] - base) * exp_scale[j])
             target = smem + self.ring + ((key_group * c.row_tile + row + 8 * j) * self.o_pad) * 4
             target += col_group * (self.o_columns * 4)
-            for tile in cutlass.range_constexpr(self.o_tiles):
-                if cutlass.const_expr(self.is_fp8):
-                    if cutlass.const_expr(tile % 2 == 0):
-                        even, odd = o[4 * tile + 2 * j :][:2], o[4 * (tile + 1) + 2 * j :][:2]
-                        values = [x * factor for x in (even[0], odd[0], even[1], odd[1])]
-                        ptx.store_shared_f32x4(target + (tile * 8 + 4 * quad) * 4, values)
-                else:
-                    values = [x * factor for x in o[4 * tile + 2 * j :][:2]]
-                    ptx.store_shared_f32x2(target + (tile * 8 + 2 * quad) * 4, values)
+            for first, step, places in self.format.output_vectors():
+                values = [o[4 * tile + 2 * j + e] * factor for tile, e in places]
+                store = ptx.store_shared_f32x4 if len(values) == 4 else ptx.store_shared_f32x2
+                store(target + (first + step * quad) * 4, values)
 
     def stats(self, smem, key_group, row):
         return smem + ROW_STATS + (key_group * self.config.row_tile + row) * 8
@@ -71,7 +66,7 @@ class Epilogue(MmaTile):
                 l = ptx.load_shared_f32(self.stats(smem, k, tidx) + 4)
                 total = total + l * ptx.exp2((m - base) * (natural * LOG2E))
             total = total * 2.0**-self.p_log2_scale
-            factor = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0**-self.p_log2_scale
+            factor = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0 ** (self.format.v_log2 - self.p_log2_scale)
             first = natural * peak
             if not is_split:
                 factor = cutlass.select_(total == 0.0, Float32(0.0), factor * scale_o / total)

@@ -8,6 +8,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from cubinery.aot.kernels.paged_decode.abi import kv_map
+from cubinery.aot.kernels.paged_decode.mma_formats import FORMATS
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
@@ -33,22 +34,18 @@ class MmaTile:
         self.stages = config.stages(arch)
         self.smem_bytes = config.smem_bytes(arch)
         self.registers = config.registers(arch)
-        self.is_fp8 = config.kv_format == "fp8"
-        self.mma_dtype = "f16" if self.is_fp8 else "bf16"
-        self.p_log2_scale = 15.0 if self.is_fp8 else 0.0
+        self.format = FORMATS[config.kv_format](config)
+        self.mma_dtype = self.format.mma_dtype
+        self.p_log2_scale = float(self.format.p_log2_scale)
         self.box = kv_map(config, "k").box
-        # Bytes of a key's row in one box, from one key to the next in shared memory.
-        self.pitch = self.box[0] * config.kv_bytes
-        self.d_boxes = config.head_dim * config.kv_bytes // self.pitch
         self.pages_per_stage = config.stage_keys // self.box[1]
-        self.boxes = self.pages_per_stage * self.d_boxes
+        self.boxes = self.pages_per_stage * config.boxes_per_row
         assert self.boxes <= 32, "one lane issues one box"
         self.consumer_threads = 32 * config.consumer_warps
         self.warp_keys = config.stage_keys // config.key_warps
         # Keys of one softmax step: more amortise its shuffles, fewer leave registers to O.
         self.step_keys = min(self.warp_keys, 32 if config.head_dim <= 128 else 16)
-        # 16-byte chunks of one key row; four of them feed one ldmatrix.x4.
-        self.k_chunks = config.head_dim * config.kv_bytes // 16
+        self.q_element_bytes = 2 if config.q_dtype == "bf16" else 1
         self.q_steps = config.head_dim // 16
         self.q_in_registers = config.head_dim <= 128
         # Columns of O that one warp holds.
@@ -57,10 +54,6 @@ class MmaTile:
         self.o_pad = config.merge_pitch
         self.q_smem = config.FIXED_SMEM
         self.ring = config.FIXED_SMEM + config.q_bytes
-
-    def swizzle(self, row):
-        """What the 16-byte chunks of a key's row are XORed with, as the tensor maps say."""
-        return row % 8 if self.pitch == 128 else row // 2 % 4
 
     def at_least_tiny(self, scale):
         """A positive scale that underflow has not made zero, so that -inf times it stays -inf."""

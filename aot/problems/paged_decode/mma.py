@@ -13,7 +13,7 @@ from cubinery.aot.references.paged_decode import paged_attention
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
-from cubinery.runtime.ops.paged_decode.layouts import kv_views, storage_shapes
+from cubinery.runtime.ops.paged_decode.quantize import quantize_kv
 
 NUM_KV_HEADS = 2
 SPLITS = 2
@@ -54,15 +54,19 @@ def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) 
         raise CubineryError(f"{subject.key}: the public call picks {op.keys(group)[0]} for its configuration")
     plan = op.plan(list(keys), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS, force_splits=splits)
     if config.pdl:  # once more: the second decode may start before the first reduction has ended
-        plan.run(*problem.values())
-    o, lse = plan.run(*problem.values())
-    q, k, v, table = problem.values()
-    expected = paged_attention(q, k, v, table, keys, q_len=config.q_len, causal=config.causal)
+        plan.run(**problem)
+    o, lse = plan.run(**problem)
+    expected = paged_attention(
+        **problem, seq_lens=keys, q_len=config.q_len, causal=config.causal, kv_format=config.kv_format
+    )
     return tolerances.deviation(o.cpu().double().numpy(), lse.cpu().numpy(), *expected)
 
 
 def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], seed: int = SEED) -> dict[str, Any]:
-    """q, k, v and block table of a random problem; pages that no sequence owns are NaN, the table's padding invalid."""
+    """Tensors of a random problem, by their names in `Plan.run`.
+
+    Pages that no sequence owns hold NaN, or the largest value where a format has no NaN; the table's padding is invalid.
+    """
     import torch
 
     rng = np.random.default_rng(seed)
@@ -74,15 +78,14 @@ def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], see
     for row, count in enumerate(blocks):
         table[row, :count] = order[taken : taken + count]
         taken += count
-    shapes = storage_shapes(
-        "nhd", num_pages=pages, page_size=config.page_size, num_kv_heads=NUM_KV_HEADS, row=config.head_dim
-    )
-    dtype = torch.bfloat16 if config.kv_format == "bf16" else torch.float8_e4m3fn
-    k, v = kv_views("nhd", *[torch.zeros(shape).to(dtype) for shape in shapes])
-    for view in (k, v):
-        values = rng.standard_normal(tuple(view.shape)).astype(np.float32)
+    shape = (pages, config.page_size, NUM_KV_HEADS, config.head_dim)
+    problem: dict[str, Any] = {}
+    for name in "kv":
+        values = rng.standard_normal(shape).astype(np.float32)
         values[order[taken:]] = np.nan
-        view.copy_(torch.from_numpy(values).to(dtype))
+        scale = None if config.kv_format == "bf16" else torch.ones(NUM_KV_HEADS)
+        problem[f"{name}_cache"] = quantize_kv(torch.from_numpy(values), config.kv_format, scale).data
     shape = (len(lengths) * config.q_len, group * NUM_KV_HEADS, config.head_dim)
-    q = torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).bfloat16()
-    return {"q": q, "k_cache": k, "v_cache": v, "block_table": torch.from_numpy(table)}
+    q = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+    q = q.bfloat16() if config.q_dtype == "bf16" else q.to(torch.float8_e4m3fn)
+    return {"q": q, **problem, "block_table": torch.from_numpy(table)}

@@ -16,7 +16,7 @@ from cubinery.runtime.errors import ConfigError
 TILE_KEYS = 128
 """Keys of one tile: the unit in which the planner cuts sequences into chunks."""
 
-KV_BITS = {"bf16": 16, "fp8": 8}
+KV_BITS = {"bf16": 16, "fp8": 8, "e2m1": 4}
 """Bits of one stored K or V element, by kv_format."""
 
 HEAD_DIMS = (64, 128, 256, 512)
@@ -45,8 +45,8 @@ class DecodeConfig(KernelConfig):
 
     head_dim: int = axis("d", choices=HEAD_DIMS, doc="elements of one head")
     page_size: int = axis("p", choices=(16, 32, 64, 128), doc="keys in one page of the cache")
-    kv_format: str = axis("kv", choices=("bf16", "fp8"), doc="stored element of K and V")
-    q_dtype: str = axis("qt", choices=("bf16",), default="bf16", doc="element of Q")
+    kv_format: str = axis("kv", choices=tuple(KV_BITS), doc="stored element of K and V")
+    q_dtype: str = axis("qt", choices=("bf16", "e4m3"), default="bf16", doc="element of Q")
     q_len: int = axis("q", choices=tuple(range(1, 17)), default=1, doc="new tokens per sequence")
     causal: bool = axis("causal", choices=(True, False), default=True, doc="token i sees keys up to L - q_len + i")
     row_tile: int = axis("t", choices=(16, 32, 64, 128), default=16, doc="packed query rows of one CTA")
@@ -92,16 +92,26 @@ class DecodeConfig(KernelConfig):
     # -- derived, never enumerated -------------------------------------------------------------
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of one stored K or V element."""
-        return KV_BITS[self.kv_format] // 8
+    def row_bytes(self) -> int:
+        """Bytes of one key's K or V of one head, packed."""
+        return self.head_dim * KV_BITS[self.kv_format] // 8
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of a row that one TMA box takes: a swizzle's span."""
+        return min(128, self.row_bytes)
+
+    @property
+    def boxes_per_row(self) -> int:
+        """TMA boxes side by side that make up a row."""
+        return self.row_bytes // self.box_bytes
 
     @property
     def stage_keys(self) -> int:
         """Keys of one ring stage: a tile, half of one where a tile of K exceeds 16 KiB, a quarter for long heads."""
         if self.head_dim > 256:
             return TILE_KEYS // 4
-        return TILE_KEYS if TILE_KEYS * self.head_dim * self.kv_bytes <= 16 * 1024 else TILE_KEYS // 2
+        return TILE_KEYS if TILE_KEYS * self.row_bytes <= 16 * 1024 else TILE_KEYS // 2
 
     @property
     def row_warps(self) -> int:
@@ -142,7 +152,7 @@ class DecodeConfig(KernelConfig):
     @property
     def stage_bytes(self) -> int:
         """Bytes of one ring stage, which holds keys of K or of V."""
-        return self.stage_keys * self.head_dim * self.kv_bytes
+        return self.stage_keys * self.row_bytes
 
     @property
     def q_bytes(self) -> int:

@@ -231,11 +231,13 @@ class Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the step for one layer; returns (out, lse).
 
-        - `q`, `out`: bf16 (num_seqs * q_len, num_q_heads, head_dim) or (num_seqs, q_len, num_q_heads,
-          head_dim), any strides in multiples of 16 bytes, head_dim contiguous.
+        - `q`, `out`: (num_seqs * q_len, num_q_heads, head_dim) or (num_seqs, q_len, num_q_heads, head_dim), any
+          strides in multiples of 16 bytes, head_dim contiguous. `out` is bf16, and so is `q` unless q_dtype is
+          "e4m3": then it is float8_e4m3fn or uint8 codes (see `quantize.quantize_q`).
         - `k_cache`, `v_cache`: logical views (num_pages, page_size, num_kv_heads, head_dim) of any physical
           layout (see `layouts.kv_views`), strides in multiples of 16 bytes. fp8 caches are float8_e4m3fn or
-          uint8 codes.
+          uint8 codes; formats below 8 bits are uint8 with packed rows, head_dim * bits / 8 bytes (see
+          `formats.pack`), and 6-bit ones have strides in multiples of 48 bytes.
         - `block_table`: int32 (num_seqs, max_blocks). Entries at and past a sequence's end are never read.
           `check_block_table` checks all others on the host, which waits for the device.
         - descales: None (1), a number, or fp32 tensors of 1 element, (num_kv_heads,) or (num_seqs,

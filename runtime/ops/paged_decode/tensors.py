@@ -24,9 +24,13 @@ ALIGNMENT = 16
 SMALLEST_SCALE = 2.0**-126
 """Smallest normal fp32: a scale that vanished would turn masked scores, minus infinity times it, into NaN."""
 
-KV_DTYPES = {"bf16": ("torch.bfloat16",), "fp8": ("torch.float8_e4m3fn", "torch.uint8")}
-"""Accepted dtypes by kv_format; uint8 holds e4m3 codes, as serving engines allocate them."""
-Q_DTYPES = {"bf16": "torch.bfloat16"}
+E4M3_DTYPES = ("torch.float8_e4m3fn", "torch.uint8")
+"""uint8 holds e4m3 codes, as serving engines allocate them."""
+KV_DTYPES = {"bf16": ("torch.bfloat16",), "fp8": E4M3_DTYPES} | {
+    name: ("torch.uint8",) for name, bits in KV_BITS.items() if bits < 8
+}
+"""Accepted dtypes by kv_format; formats below 8 bits come as their packed bytes."""
+Q_DTYPES = {"bf16": ("torch.bfloat16",), "e4m3": E4M3_DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def address(name: str, pointer: int, align: int = ALIGNMENT) -> None:
 
 def queries(name: str, tensor: Tensor, shape: Shape, prefix: str) -> Values:
     """Q or O: (num_seqs * q_len, num_q_heads, head_dim) or (num_seqs, q_len, num_q_heads, head_dim)."""
-    common(name, tensor, shape.device, Q_DTYPES[shape.q_dtype] if prefix == "q" else "torch.bfloat16")
+    common(name, tensor, shape.device, *Q_DTYPES[shape.q_dtype if prefix == "q" else "bf16"])
     found = tuple(tensor.shape)
     tail = (shape.num_q_heads, shape.head_dim)
     flat, full = (shape.num_seqs * shape.q_len, *tail), (shape.num_seqs, shape.q_len, *tail)
@@ -140,24 +144,35 @@ def queries(name: str, tensor: Tensor, shape: Shape, prefix: str) -> Values:
 
 
 def caches(k: Tensor, v: Tensor, shape: Shape) -> Values:
-    """K and V: logical views (num_pages, page_size, num_kv_heads, head_dim) of one dtype."""
+    """K and V: logical views (num_pages, page_size, num_kv_heads, row) of one dtype.
+
+    A row is head_dim elements, or head_dim * bits / 8 bytes of a format below 8 bits.
+    """
     values: Values = {}
-    expected = (shape.page_size, shape.num_kv_heads, shape.head_dim)
-    size = KV_BITS[shape.kv_format] // 8
+    bits = KV_BITS[shape.kv_format]
+    size = max(1, bits // 8)
+    packed = bits < 8
+    row = "head_dim" + (f" * {bits} / 8" if packed else "")
+    expected = (shape.page_size, shape.num_kv_heads, shape.head_dim * bits // 8 if packed else shape.head_dim)
     for name, prefix, tensor in (("k_cache", "k", k), ("v_cache", "v", v)):
         common(name, tensor, shape.device, *KV_DTYPES[shape.kv_format])
         found = tuple(tensor.shape)
         if len(found) != 4 or found[1:] != expected or found[0] < 1:
             raise ArgumentError(
                 f"{name} has shape {found}: expected (num_pages, {', '.join(map(str, expected))}), "
-                "(num_pages, page_size, num_kv_heads, head_dim)"
+                f"(num_pages, page_size, num_kv_heads, {row})"
             )
-        page, row, head = strides(name, tensor, ("page", "row", "head", "head_dim"))
+        page, key, head = (step * size for step in strides(name, tensor, ("page", "row", "head", "head_dim")))
+        for axis, step in (("page", page), ("row", key), ("head", head)):
+            if step * 8 % bits:
+                raise ArgumentError(
+                    f"{name} has a stride of {step} bytes along {axis}: expected a multiple of 48, whole {bits}-bit codes"
+                )
         values |= {
             prefix: tensor.data_ptr(),
-            f"{prefix}_page_bytes": page * size,
-            f"{prefix}_row_bytes": row * size,
-            f"{prefix}_head_bytes": head * size,
+            f"{prefix}_page_bytes": page,
+            f"{prefix}_row_bytes": key,
+            f"{prefix}_head_bytes": head,
         }
     if v.dtype != k.dtype:
         raise ArgumentError(f"v_cache has dtype {v.dtype}: expected {k.dtype}, the dtype of k_cache")
