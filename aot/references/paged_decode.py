@@ -41,7 +41,9 @@ def stored_doubles(x: Any, kv_format: str | None, scales: Any = None) -> Doubles
         return to_doubles(x)
     fmt = element(kv_format)
     values = decode(unpack(np.asarray(x), fmt.bits), fmt).astype(np.float64)
-    return values if scales is None else values * np.repeat(to_doubles(scales), NVFP4_BLOCK, axis=-1)
+    if scales is not None:
+        values = values * np.repeat(to_doubles(scales), NVFP4_BLOCK, axis=-1)
+    return np.asarray(values)
 
 
 def paged_attention(
@@ -66,10 +68,10 @@ def paged_attention(
 
     `q` is (num_seqs * q_len, num_q_heads, head_dim) or (num_seqs, q_len, num_q_heads, head_dim); the
     caches are logical views (num_pages, page_size, num_kv_heads, head_dim) of values (uint8 and
-    float8 are e4m3 codes, unless `kv_format` names a packed format; nvfp4 comes with `k_scales` and
-    `v_scales`, e4m3 (num_pages, page_size, num_kv_heads, head_dim / 16)); `block_table` is (num_seqs, max_blocks), of which only entries below a
-    sequence's length are read; `seq_lens` count keys, the new tokens included. Descales are None (1), a
-    number, or arrays of 1 element, (num_kv_heads,) or (num_seqs, num_kv_heads).
+    float8 are e4m3 codes, unless `kv_format` names a packed format; nvfp4 comes with `k_scales` and `v_scales`,
+    e4m3 (num_pages, page_size, num_kv_heads, head_dim / 16)); `block_table` is (num_seqs, max_blocks), of which only
+    entries below a sequence's length are read; `seq_lens` count keys, the new tokens included. Descales are None (1),
+    a number, or arrays of 1 element, (num_kv_heads,) or (num_seqs, num_kv_heads).
 
     `o` has the shape of `q`; `lse` is (num_seqs, num_kv_heads, q_len * group_size) in packed row order.
     A row that sees no key has o = 0 and lse = -inf.

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import KernelConfig
-from cubinery.runtime.manifest import KernelRecord, TensorMapSpec, pack_params
+from cubinery.runtime.manifest import KernelRecord, Swizzle, TensorMapSpec, pack_params
 from cubinery.runtime.ops.paged_decode.config import REDUCE_WARPS, DecodeConfig, ReduceConfig
+
+SWIZZLES: dict[int, Swizzle] = {128: "128B", 64: "64B", 32: "32B"}
+"""By bytes of a box's rows: rows of a box then lie in different banks."""
 
 
 def declare(config: KernelConfig, arch: Arch) -> KernelRecord:
@@ -34,7 +37,7 @@ def kv_map(config: DecodeConfig, name: str) -> TensorMapSpec:
         element_strides=(1, 1, 1, 1),
         extents=(config.row_bytes // element_bytes, config.page_size, "num_kv_heads", "num_pages"),
         strides=(f"{name}_row_bytes", f"{name}_head_bytes", f"{name}_page_bytes"),
-        swizzle=f"{config.box_bytes}B",
+        swizzle=SWIZZLES[config.box_bytes],
         l2_promotion="128B",  # 256 bytes cost 2 to 5 % of the bandwidth on an H200
     )
 

@@ -142,7 +142,7 @@ class Fp8(Format):
     unit_codes = 2
 
     def store_q(self, row_address: Any, row: Any, vector: Any, pairs: Sequence[Any]) -> None:
-        """The four neighbours that one lane gets of K are the pairs of its A fragment: 0 1 4 5 8 9 12 13 | 2 3 6 7 ..."""
+        """One lane gets four neighbours of K, two for each half of a 16-column step."""
         chunk, half = vector // 2 * 2, vector % 2 * 8
         ptx.store_shared_v2(row_address + (chunk ^ (row & 7)) * 16 + half, (pairs[0], pairs[2]))
         ptx.store_shared_v2(row_address + ((chunk + 1) ^ (row & 7)) * 16 + half, (pairs[1], pairs[3]))

@@ -65,7 +65,7 @@ def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) 
 def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], seed: int = SEED) -> dict[str, Any]:
     """Tensors of a random problem, by their names in `Plan.run`.
 
-    Pages that no sequence owns hold NaN, or the largest value where a format has no NaN; the table's padding is invalid.
+    Pages that no sequence owns hold NaN, or the largest value of a format without; the table's padding is invalid.
     """
     import torch
 
@@ -85,7 +85,7 @@ def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], see
         values[order[taken:]] = np.nan
         scale = None if config.kv_format == "bf16" else torch.ones(NUM_KV_HEADS)
         problem[f"{name}_cache"] = quantize_kv(torch.from_numpy(values), config.kv_format, scale).data
-    shape = (len(lengths) * config.q_len, group * NUM_KV_HEADS, config.head_dim)
-    q = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+    rows = (len(lengths) * config.q_len, group * NUM_KV_HEADS, config.head_dim)
+    q = torch.from_numpy(rng.standard_normal(rows).astype(np.float32))
     q = q.bfloat16() if config.q_dtype == "bf16" else q.to(torch.float8_e4m3fn)
     return {"q": q, **problem, "block_table": torch.from_numpy(table)}

@@ -166,7 +166,7 @@ def caches(k: Tensor, v: Tensor, shape: Shape) -> Values:
         for axis, step in (("page", page), ("row", key), ("head", head)):
             if step * 8 % bits:
                 raise ArgumentError(
-                    f"{name} has a stride of {step} bytes along {axis}: expected a multiple of 48, whole {bits}-bit codes"
+                    f"{name} has a stride of {step} bytes along {axis}: expected a multiple of 48, for whole codes"
                 )
         values |= {
             prefix: tensor.data_ptr(),
