@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from cubinery.runtime.ops.paged_decode.layouts import Layout, kv_views, storage_shapes
+from cubinery.runtime.ops.paged_decode.quantize import quantize_kv
 
 
 @dataclass
 class Problem:
-    """CPU tensors; unused pages are poisoned with NaN, table padding with garbage."""
+    """CPU tensors; unused pages hold NaN (or a format's largest value), table padding garbage."""
 
     lengths: list[int]
     rng: np.random.Generator
@@ -23,6 +24,7 @@ class Problem:
     page_size: int = 16
     q_len: int = 1
     kv_format: str = "fp8"
+    q_dtype: str = "bf16"
     layout: Layout = "nhd"
     q: Any = field(init=False)
     k: Any = field(init=False)
@@ -40,17 +42,22 @@ class Problem:
             table[row, :count] = order[taken : taken + count]
             taken += count
         self.table = torch.from_numpy(table)
-        shapes = storage_shapes(
-            self.layout, num_pages=pages, page_size=self.page_size, num_kv_heads=self.h_k, row=self.d
-        )
-        dtype = torch.bfloat16 if self.kv_format == "bf16" else torch.float8_e4m3fn
-        self.k, self.v = kv_views(self.layout, *[torch.zeros(shape).to(dtype) for shape in shapes])
-        for view in (self.k, self.v):
-            values = torch.from_numpy(self.rng.standard_normal(tuple(view.shape)).astype(np.float32))
+        scale = None if self.kv_format == "bf16" else torch.ones(1 if self.kv_format == "nvfp4" else self.h_k)
+        stored = []
+        for _ in "kv":
+            values = torch.from_numpy(
+                self.rng.standard_normal((pages, self.page_size, self.h_k, self.d)).astype(np.float32)
+            )
             values[order[taken:]] = float("nan")
-            view.copy_(values.to(dtype))
+            stored.append(quantize_kv(values, self.kv_format, scale))
+        row, dtype = stored[0].data.shape[-1], stored[0].data.dtype
+        shapes = storage_shapes(self.layout, num_pages=pages, page_size=self.page_size, num_kv_heads=self.h_k, row=row)
+        self.k, self.v = kv_views(self.layout, *[torch.zeros(shape).to(dtype) for shape in shapes])
+        self.k.copy_(stored[0].data)
+        self.v.copy_(stored[1].data)
         shape = (len(self.lengths) * self.q_len, self.h_q, self.d)
-        self.q = torch.from_numpy(self.rng.standard_normal(shape).astype(np.float32)).bfloat16()
+        q = torch.from_numpy(self.rng.standard_normal(shape).astype(np.float32))
+        self.q = q.bfloat16() if self.q_dtype == "bf16" else q.to(torch.float8_e4m3fn)
 
     @property
     def heads(self) -> dict[str, int]:

@@ -41,12 +41,12 @@ class Simulated:
             self.driver.register_tensors(q=p.q, k=p.k, v=p.v, block_table=p.table)
             call = PagedDecode(
                 self.library, head_dim=p.d, page_size=p.page_size, kv_format=p.kv_format, q_len=p.q_len,
-                causal=causal, **choices,
+                causal=causal, q_dtype=p.q_dtype, **choices,
             )  # fmt: skip
             assert call.keys(p.h_q // p.h_k)[0] == config.key(self.arch)
             plan = call.plan(p.lengths, **p.heads, force_splits=force_splits)
             o, lse = plan.run(*p.tensors)
-        expected = paged_attention(*p.tensors, p.lengths, q_len=p.q_len, causal=causal)
+        expected = paged_attention(*p.tensors, p.lengths, q_len=p.q_len, causal=causal, kv_format=p.kv_format)
         found = deviation(o.double().numpy(), lse.numpy(), *expected)
         assert found.within(PAGED_DECODE[config.impl]), f"{config.key(self.arch)}, {force_splits} splits: {found}"
         return o, lse
