@@ -91,6 +91,16 @@ def test_e4m3_rounds_ties_to_even_as_torch_does() -> None:
     assert np.array_equal(quantize.encode(x, E4M3), expected)
 
 
+@pytest.mark.parametrize("fmt", [*SMALL, E4M3], ids=lambda f: f.name)
+def test_what_is_not_finite_has_a_code(fmt: FloatFormat) -> None:
+    x = np.array([np.inf, -np.inf, np.nan, -np.nan], np.float32)
+    top, sign = 0x7E if fmt is E4M3 else (1 << (fmt.bits - 1)) - 1, 1 << (fmt.bits - 1)
+    nan = 0x7F if fmt is E4M3 else top
+    expected = [top, top | sign, nan, nan]
+    assert quantize.encode(x, fmt).tolist() == expected
+    assert quantize.encode(torch.from_numpy(x), fmt).tolist() == expected
+
+
 # -- packing (case 29) ------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,11 @@ def load_global_b64(address: Int64) -> tuple[Uint32, ...]:
     return inline("ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address])
 
 
+def load_global_i32(address: Int64) -> Int32:
+    """One int32 from global memory, requested in program order (see `load_global_f32x4`)."""
+    return inline("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
 def load_global_i32x4(address: Int64) -> tuple[Int32, ...]:
     """Four consecutive int32 from global memory, requested in program order."""
     return inline(
@@ -184,6 +189,16 @@ def store_global_bf16(address: Int64, value: Float32) -> None:
 def store_global_v2(address: Int64, values: Fragment) -> None:
     """8 bytes to global memory."""
     inline("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *values])
+
+
+def store_global_v4(address: Int64, values: Fragment) -> None:
+    """16 bytes to global memory."""
+    inline("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def store_global_u8(address: Int64, value: Uint32) -> None:
+    """The low byte of a word to global memory."""
+    inline("st.global.b8 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def store_global_f32x4(address: Int64, values: Fragment) -> None:

@@ -5,9 +5,11 @@ Imports no compiler, so that a plan or a cached build costs nothing.
 
 from __future__ import annotations
 
+from cubinery.aot.kernels.paged_decode.append_abi import append_record
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.manifest import KernelRecord, Swizzle, TensorMapSpec, pack_params
+from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 from cubinery.runtime.ops.paged_decode.config import REDUCE_WARPS, DecodeConfig, ReduceConfig
 
 SWIZZLES: dict[int, Swizzle] = {128: "128B", 64: "64B", 32: "32B"}
@@ -18,6 +20,8 @@ def declare(config: KernelConfig, arch: Arch) -> KernelRecord:
     """The launch record of a configuration, without resources (the builder reads those back)."""
     if isinstance(config, DecodeConfig):
         return _decode(config, arch)
+    if isinstance(config, AppendConfig):
+        return append_record(config)
     assert isinstance(config, ReduceConfig)
     return _reduce(config)
 

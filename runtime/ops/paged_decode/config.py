@@ -12,6 +12,7 @@ from typing import ClassVar, Self
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import KernelConfig, axis
 from cubinery.runtime.errors import ConfigError
+from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 
 TILE_KEYS = 128
 """Keys of one tile: the unit in which the planner cuts sequences into chunks."""
@@ -193,4 +194,4 @@ class ReduceConfig(KernelConfig):
     pdl: bool = axis("pdl", choices=(True, False), default=False, doc="programmatic dependent launch")
 
 
-CONFIGS: dict[str, type[KernelConfig]] = {c.impl: c for c in (DecodeConfig, ReduceConfig)}
+CONFIGS: dict[str, type[KernelConfig]] = {c.impl: c for c in (DecodeConfig, ReduceConfig, AppendConfig)}

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from cubinery.runtime.arch import resolve, served_by
-from cubinery.runtime.errors import ArgumentError, PlanError
+from cubinery.runtime.errors import PlanError
 from cubinery.runtime.kernel import Kernel
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, host_lengths
 from cubinery.runtime.ops.paged_decode.select import Problem, select
-from cubinery.runtime.ops.paged_decode.streams import raw_stream
+from cubinery.runtime.ops.paged_decode.streams import device_index, raw_stream
 
 __all__ = ["PagedDecode", "Plan"]
 
@@ -55,7 +55,7 @@ class PagedDecode:
         kernel serves the problem, ArchError where the library holds nothing for the device.
         """
         self.library = library
-        self.device = _device_index(library, device)
+        self.device = device_index(library, device)
         self.torch_device = torch.device(library.driver.torch_device(self.device))
         self.info = library.driver.device_info(self.device)
         library.archs_for(self.device)  # raises where the library serves no arch of this device
@@ -146,16 +146,3 @@ class PagedDecode:
             found = self.library.kernel(key, self.device, role=role, stream=stream)
             self._kernels[group_size, reduce] = found
         return found
-
-
-def _device_index(library: Library, device: int | str | torch.device | None) -> int:
-    """The driver's index of a device."""
-    if device is None:
-        return library.driver.current_device()
-    if isinstance(device, int):
-        return device
-    try:
-        named: Any = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device = {device!r}: expected an index or a torch device ({error})") from error
-    return library.driver.current_device() if named.index is None else named.index

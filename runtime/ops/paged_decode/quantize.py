@@ -2,7 +2,8 @@
 
 Each function takes and returns either numpy arrays or torch tensors (on any device, without a
 synchronisation); on the host both give the same bits. All arithmetic is fp32. Non-finite input is the
-caller's error: it becomes the largest magnitude, except that fp8 keeps NaN.
+caller's error: it becomes the largest magnitude, NaN without a sign, except that fp8 stores NaN as 0x7F. The cache
+writer's kernel stores the same bits, of these inputs too.
 """
 
 from __future__ import annotations
@@ -178,15 +179,18 @@ def _encode_e4m3(x: Array) -> Array:
     if not isinstance(x, np.ndarray):
         import torch
 
-        return x.to(torch.float32).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
+        x = x.to(torch.float32)
+        codes = x.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
+        return codes.masked_fill(x.isnan(), 0x7F)
     x = x.astype(np.float32, copy=False)
     middle = midpoints(E4M3)
     magnitude = np.abs(x)
     index = np.searchsorted(middle, magnitude, side="left")
     tie = middle[np.minimum(index, len(middle) - 1)] == magnitude
     index += tie & (index & 1 == 1)  # the lower neighbour's mantissa is odd, so the upper one's is even
-    index[np.isnan(x)] = 0x7F
-    return (index | np.signbit(x).astype(np.int64) << 7).astype(np.uint8)
+    codes = (index | np.signbit(x).astype(np.int64) << 7).astype(np.uint8)
+    codes[np.isnan(x)] = 0x7F  # its sign depends on the machine that made it
+    return codes
 
 
 def _require_cache(x: Array) -> None:

@@ -16,11 +16,25 @@ import torch  # noqa: TID253 - only op.py imports this module
 from numpy.typing import NDArray
 
 from cubinery.runtime.errors import ArgumentError
+from cubinery.runtime.library import Library
 
 _cuda: Any = torch.cuda  # partly untyped
 
 # The raw handle without building a Stream object, which takes longer than all other host work of a launch.
 _raw_current: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def device_index(library: Library, device: int | str | torch.device | None) -> int:
+    """The driver's index of a device, the current one for None or a type without a number. Raises ArgumentError."""
+    if device is None:
+        return library.driver.current_device()
+    if isinstance(device, int):
+        return device
+    try:
+        named: Any = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device = {device!r}: expected an index or a torch device ({error})") from error
+    return library.driver.current_device() if named.index is None else named.index
 
 
 def raw_stream(device: torch.device, stream: Any = None) -> int:
