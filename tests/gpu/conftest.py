@@ -19,6 +19,7 @@ from gpu.running import MEASURED, Gpu, Recording
 from cubinery.runtime.errors import BundleError
 from cubinery.runtime.families import parse_key
 from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -71,11 +72,12 @@ def launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`decode_key` runs over every decode kernel of the bundle."""
-    if "decode_key" in metafunc.fixturenames:
-        library = opened()
-        keys = library.keys() if isinstance(library, Library) else ()
-        metafunc.parametrize("decode_key", [k for k in keys if isinstance(parse_key(k)[0], DecodeConfig)])
+    """`decode_key` runs over every decode kernel of the bundle, `append_key` over every cache writer."""
+    for name, kind in (("decode_key", DecodeConfig), ("append_key", AppendConfig)):
+        if name in metafunc.fixturenames:
+            library = opened()
+            keys = library.keys() if isinstance(library, Library) else ()
+            metafunc.parametrize(name, [k for k in keys if isinstance(parse_key(k)[0], kind)])
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

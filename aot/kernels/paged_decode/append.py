@@ -199,17 +199,7 @@ class CacheAppend:
         """Quantise this thread's elements and store them at its part of the row at `target`, unless slot < 0."""
         scale_code = Uint32(0)
         if cutlass.const_expr(self.fmt is not None):
-            top_bits = narrow.magnitude_bits_bf16(words)
-            values = [x for word in words for x in ptx.unpack_bf16x2(word)]
-            if cutlass.const_expr(self.config.kv_format == "nvfp4"):
-                scale_code, factor = self.block_scale(top_bits, factor)
-            quotients = narrow.divide(values, top_bits, factor)
-            if cutlass.const_expr(self.fmt is E4M3):
-                words = [
-                    narrow.pack_e4m3x4(quotients[i : i + 4], values[i : i + 4]) for i in range(0, len(values), 4)
-                ]
-            else:
-                words = narrow.pack_codes([narrow.encode_small(x, self.fmt) for x in quotients], self.bits)
+            words, scale_code = self.quantise(words, factor, self.fmt)
         if cutlass.const_expr(self.bits == 6):
             words = narrow.gather_quad(words, tidx)
             if (slot >= 0) & (part % 4 != 3):
@@ -222,6 +212,20 @@ class CacheAppend:
                 ptx.store_global_v4(address, words)
             if cutlass.const_expr(self.config.kv_format == "nvfp4"):
                 ptx.store_global_u8(scale_target, scale_code)
+
+    def quantise(self, words, factor, fmt):
+        """(packed codes of bf16 pairs, code of nvfp4's block scale)."""
+        top_bits = narrow.magnitude_bits_bf16(words)
+        values = [x for word in words for x in ptx.unpack_bf16x2(word)]
+        scale_code = Uint32(0)
+        if self.config.kv_format == "nvfp4":
+            scale_code, factor = self.block_scale(top_bits, factor)
+        quotients = narrow.divide(values, top_bits, factor)
+        if fmt is E4M3:
+            packed = [narrow.pack_e4m3x4(quotients[i : i + 4], values[i : i + 4]) for i in range(0, len(values), 4)]
+        else:
+            packed = narrow.pack_codes([narrow.encode_small(x, fmt) for x in quotients], self.bits)
+        return packed, scale_code
 
     def block_scale(self, top_bits, global_scale):
         """(e4m3 code of the block's scale, what its elements are divided by)."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch  # noqa: TID253 - a public call, as op.py is
+import torch
 
 from cubinery.runtime.errors import ArgumentError
 from cubinery.runtime.library import Library
@@ -168,7 +168,9 @@ class CacheWriter:
                     f"{self.config.kv_format} for each KV head of k"
                 )
             if name == "v" and shape[:2] != place:
-                raise ArgumentError(f"v_cache has {shape[0]} pages of {shape[1]} rows: expected {place}, as k_cache has")
+                raise ArgumentError(
+                    f"v_cache has {shape[0]} pages of {shape[1]} rows: expected {place}, as k_cache has"
+                )
             place = shape[:2]
             page, row, head = tensors.strides(what, tensor, ("page", "row", "head", "head_dim"))
             tensors.distinct(what, tensor)
@@ -206,7 +208,9 @@ class CacheWriter:
         page, row, head = (stride * size for stride in strides)
         for axis, stride in (("row", row), ("head", head)):
             if stride >= _LIMIT:
-                raise ArgumentError(f"{what} has a stride of {stride} bytes along {axis}: expected at most {_LIMIT - 1}")
+                raise ArgumentError(
+                    f"{what} has a stride of {stride} bytes along {axis}: expected at most {_LIMIT - 1}"
+                )
         values |= {f"{prefix}_page_bytes": page, f"{prefix}_row_bytes": row, f"{prefix}_head_bytes": head}
 
     def _descale(self, name: str, descale: Descale, count: int, heads: int, values: tensors.Values) -> None:

@@ -1,0 +1,81 @@
+"""The append benchmark on the host: it times only what it has proved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_driver import FakeDriver, Launch, write_bundle
+from host_kernels import memory, packed
+
+from benchmarks import append
+from benchmarks.append import Row, Shape, measure
+from benchmarks.timing import Time
+from cubinery.aot.references.paged_append import append_rows
+from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
+
+SMALL = Shape(70, 2, 64)
+
+
+class CountingTimer:
+    """Runs what it is given, and says how often."""
+
+    def __init__(self) -> None:
+        self.timed = 0
+
+    def capture(self, call: Callable[[], object]) -> Callable[[], object]:
+        return call
+
+    def time(self, call: Callable[[], object]) -> Time:
+        call()
+        self.timed += 1
+        return Time(10.0, 9.0, 11.0, 1)
+
+
+def write_e2m1(launch: Launch) -> None:
+    """The writer of 4-bit rows, from nothing but the launch."""
+    v = launch.values
+    tokens, heads, d = v["num_tokens"], v["num_kv_heads"], SMALL.head_dim
+    slots = packed(v["slot_mapping"], (tokens,), np.int64 if v["slot_bytes"] == 8 else np.int32)
+    for name in "kv":
+        bits = memory(v[name], (tokens, heads, d), (v[f"{name}_token"], v[f"{name}_head"], 1), np.uint16)
+        strides = (v[f"{name}_page_bytes"], v[f"{name}_row_bytes"], v[f"{name}_head_bytes"], 1)
+        shape = (v["num_slots"] // v["page_size"], v["page_size"], heads, d // 2)
+        cache = memory(v[f"{name}_cache"], shape, strides, np.uint8)
+        rows = (bits.astype(np.uint32) << 16).view(np.float32)
+        append_rows(cache, rows, slots, "e2m1", packed(v[f"{name}_descale"], (1,), np.float32))
+
+
+def rows_of(tmp_path: Path, on_launch: Callable[[Launch], None] | None, formats: list[str]) -> tuple[list[Row], int]:
+    write_bundle(tmp_path, "sm_90a", [AppendConfig(head_dim=64, kv_format="e2m1")])
+    driver = FakeDriver(("sm_90a",))
+    driver.on_launch = on_launch
+    timer = CountingTimer()
+    library = Library.open(tmp_path, driver=driver)
+    return list(measure(library, [SMALL], formats, timer, torch.device("cpu"))), timer.timed
+
+
+def test_a_right_writer_is_timed(tmp_path: Path) -> None:
+    (row,), timed = rows_of(tmp_path, write_e2m1, ["e2m1"])
+    assert row.error == ""
+    assert timed == 2  # the append, and the copy beside it
+    assert row.bytes == 2 * 70 * 2 * (128 + 32) + 8 * 70
+    assert append.line(row, 10.0).split() == ["70", "2", "64", "e2m1", "10.0", "5", "0.45", "10.0", "1.00"]
+
+
+@pytest.mark.parametrize("which", ["nothing", "wrong", "missing"])
+def test_what_is_not_right_has_no_time(tmp_path: Path, which: str) -> None:
+    def half(launch: Launch) -> None:
+        launch.values["num_tokens"] -= 1
+        write_e2m1(launch)
+
+    ways: dict[str, Any] = {"nothing": None, "wrong": half, "missing": write_e2m1}
+    (row,), timed = rows_of(tmp_path, ways[which], ["e2m3" if which == "missing" else "e2m1"])
+    assert timed == 0
+    assert row.us is None
+    assert ("no kernel" if which == "missing" else "wrong bytes of k_cache") in append.line(row, 1000.0)
