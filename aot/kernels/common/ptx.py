@@ -79,6 +79,27 @@ def e2m1x8_to_f16x2x4(codes: Uint32) -> tuple[Uint32, ...]:
     )
 
 
+def widen_codes(codes: Uint32, bit: int, *, bits: int, exponent_bits: int) -> Uint32:
+    """The codes of `bits` bits that start at `bit` of both halves, as f16x2: 2^(their bias - 15) times their value.
+
+    Sign to bit 15, exponent and mantissa to where f16's exponent ends; exact, subnormals included.
+    """
+
+    def shift(name: str, by: int) -> str:
+        return f"sh{'l' if by >= 0 else 'r'}.b32 {name}, {{$r0}}, {abs(by)}; ".replace("shr.b32", "shr.u32")
+
+    magnitude = (1 << (9 + exponent_bits + 1)) - (1 << (9 + exponent_bits - bits + 2))
+    return inline(
+        "{ .reg .b32 s, t; "
+        + shift("s", 16 - bit - bits)
+        + shift("t", 11 + exponent_bits - bit - bits)
+        + f"and.b32 t, t, {magnitude * 0x10001:#x}; "
+        + "lop3.b32 {$w0}, s, 0x80008000, t, 0xea; }",
+        write_only_types=[Uint32],
+        read_only_args=[codes],
+    )
+
+
 def pack_f32x2(dtype: str, low: Float32, high: Float32) -> Uint32:
     """Two fp32 values rounded to nearest even as one f16x2 or bf16x2 register."""
     return inline(
@@ -107,6 +128,14 @@ def unpack_f16x2(pair: Uint32) -> tuple[Float32, Float32]:
 def permute_bytes(value: Uint32, selector: int) -> Uint32:
     """The bytes of `value` that the nibbles of `selector` name, lowest first."""
     return inline(f"prmt.b32 {{$w0}}, {{$r0}}, 0, {selector:#06x};", write_only_types=[Uint32], read_only_args=[value])
+
+
+def select_bytes(low: Uint32, high: Uint32, which: Sequence[int]) -> Uint32:
+    """Four bytes, lowest first, of eight: 0 to 3 are those of `low`, 4 to 7 those of `high`."""
+    selector = sum(byte << 4 * n for n, byte in enumerate(which))
+    return inline(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector:#06x};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
 
 
 def exp2(x: Float32) -> Float32:
@@ -235,6 +264,25 @@ def store_shared_f32x2(address: Int32, values: Fragment) -> None:
 def store_shared_f32x4(address: Int32, values: Fragment) -> None:
     """Four consecutive fp32 values to shared memory."""
     inline("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def load_shared_b32(address: Int32) -> Uint32:
+    """4 bytes from shared memory."""
+    return inline("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def load_shared_b64(address: Int32) -> tuple[Uint32, ...]:
+    """8 bytes from shared memory, as two registers."""
+    return inline("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[address])
+
+
+def load_shared_u16(address: Int32) -> Uint32:
+    """2 bytes from shared memory."""
+    return inline(
+        "{ .reg .b16 half; ld.shared.b16 half, [{$r0}]; cvt.u32.u16 {$w0}, half; }",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+    )
 
 
 def store_shared_b32(address: Int32, value: Uint32) -> None:

@@ -12,8 +12,10 @@ from cubinery.runtime.manifest import KernelRecord, Swizzle, TensorMapSpec, pack
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 from cubinery.runtime.ops.paged_decode.config import REDUCE_WARPS, DecodeConfig, ReduceConfig
 
-SWIZZLES: dict[int, Swizzle] = {128: "128B", 64: "64B", 32: "32B"}
-"""By bytes of a box's rows: rows of a box then lie in different banks."""
+SWIZZLES: dict[int, Swizzle] = {128: "128B", 64: "64B", 32: "32B", 96: "none", 48: "none"}
+"""By bytes of a box's rows: 16-byte chunks of eight rows then lie in different banks. Rows of 6-bit codes have no
+power of two; they are read in words, which lie in banks of their own, or two to a bank.
+"""
 
 
 def declare(config: KernelConfig, arch: Arch) -> KernelRecord:

@@ -1,4 +1,4 @@
-"""How stored K and V become operands of the MMA, one class per kind of element.
+"""How stored K and V become operands of the MMA: what all formats share, and those of 4, 8 and 16 bits.
 
 All formats share two ideas. A register is two 16-bit halves, and codes at the same place of both halves widen
 together: of one key (K, where the halves are two columns) or of two neighbouring keys (V). And any order of columns
@@ -181,7 +181,3 @@ class E2m1(Format):
     def v_codes(self, register: Any) -> Sequence[Any]:
         """Columns 0 to 3 of each unit."""
         return ptx.e2m1x8_to_f16x2x4(register)
-
-
-FORMATS: dict[str, type[Format]] = {"bf16": Bf16, "fp8": Fp8, "e2m1": E2m1}
-"""By kv_format."""

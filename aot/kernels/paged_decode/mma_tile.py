@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from cubinery.aot.kernels.paged_decode.abi import kv_map
-from cubinery.aot.kernels.paged_decode.mma_formats import FORMATS
+from cubinery.aot.kernels.paged_decode.mma_kv import FORMATS
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 

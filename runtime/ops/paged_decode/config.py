@@ -17,7 +17,7 @@ from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 TILE_KEYS = 128
 """Keys of one tile: the unit in which the planner cuts sequences into chunks."""
 
-KV_BITS = {"bf16": 16, "fp8": 8, "e2m1": 4}
+KV_BITS = {"bf16": 16, "fp8": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
 """Bits of one stored K or V element, by kv_format."""
 
 HEAD_DIMS = (64, 128, 256, 512)
@@ -99,8 +99,8 @@ class DecodeConfig(KernelConfig):
 
     @property
     def box_bytes(self) -> int:
-        """Bytes of a row that one TMA box takes: a swizzle's span."""
-        return min(128, self.row_bytes)
+        """Bytes of a row that one TMA box takes: a swizzle's span, or 128 codes of 6 bits, which are not swizzled."""
+        return min(96 if KV_BITS[self.kv_format] == 6 else 128, self.row_bytes)
 
     @property
     def boxes_per_row(self) -> int:

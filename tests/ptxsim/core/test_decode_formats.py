@@ -22,6 +22,11 @@ CONFIGS = [
     DecodeConfig(head_dim=128, page_size=32, kv_format="e2m1", q_dtype="e4m3", q_len=4),
     DecodeConfig(head_dim=256, page_size=64, kv_format="e2m1", row_tile=32),
     DecodeConfig(head_dim=512, page_size=128, kv_format="e2m1", q_dtype="e4m3"),
+    DecodeConfig(head_dim=64, page_size=128, kv_format="e3m2", q_dtype="e4m3", row_tile=32),
+    DecodeConfig(head_dim=128, page_size=16, kv_format="e3m2"),
+    DecodeConfig(head_dim=128, page_size=64, kv_format="e2m3", q_dtype="e4m3", q_len=3),
+    DecodeConfig(head_dim=256, page_size=32, kv_format="e2m3"),
+    DecodeConfig(head_dim=512, page_size=16, kv_format="e2m3"),
     DecodeConfig(head_dim=128, page_size=16, kv_format="fp8", q_dtype="e4m3"),
     DecodeConfig(head_dim=512, page_size=32, kv_format="bf16", q_dtype="e4m3", ctas_per_sm=1),
 ]
