@@ -25,7 +25,7 @@ class Format:
     mma_dtype: ClassVar[str] = "f16"
     p_log2_scale: ClassVar[int] = 15
     """P carries a factor of 2 to this, so that small probabilities stay normal f16 numbers."""
-    unit_codes: ClassVar[int]
+    unit_codes: int
     """Codes of 16 bits."""
     k_log2 = v_log2 = 0
     """Operands of K and V lack a factor of 2 to this; the scales of the scores and of O make up for it."""
