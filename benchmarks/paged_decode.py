@@ -128,8 +128,12 @@ def _cubinery(decode: PagedDecode, problem: Problem, timer: Timer) -> Result:
     lse = torch.empty(plan.shape.lse, dtype=torch.float32, device=problem.device)
     workspace = torch.empty(max(16, plan.workspace_bytes()), dtype=torch.uint8, device=problem.device)
 
+    given: dict[str, Any] = {"out": out, "lse": lse, "workspace": workspace}
+    if problem.k_scales is not None:
+        given |= {"k_scales": problem.k_scales, "v_scales": problem.v_scales}
+
     def call() -> torch.Tensor:
-        plan.run(problem.q, problem.k, problem.v, problem.table, out=out, lse=lse, workspace=workspace)
+        plan.run(problem.q, problem.k, problem.v, problem.table, **given)
         return out
 
     def wrong() -> str:
