@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import keys, plots, report, sections
 from benchmarks.host import Figure
 from benchmarks.host import measure as measure_host
+from benchmarks.options import choose, select_device
 from benchmarks.peers import PEERS
 from benchmarks.shapes import DTYPES, SHAPES, Shape
-from cubinery.runtime.errors import CubineryError, DriverError
+from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.library import Library
 
 PROGRAM = "benchmarks"
@@ -86,24 +85,12 @@ def choose_shapes(text: str | None) -> list[Shape]:
     return found
 
 
-def choose(option: str, text: str, known: Sequence[str], *, none: bool = False) -> list[str]:
-    """The comma-separated names, each of `known`. Raises CubineryError."""
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    if none and names == ["none"]:
-        return []
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        allowed = ", ".join([*known, "none"] if none else known)
-        raise CubineryError(f"{option} {text!r}: expected one or more of {allowed}")
-    return list(dict.fromkeys(names))
-
-
 def _print_keys(options: argparse.Namespace) -> int:
     problems = keys.wanted(
         choose_shapes(options.shapes), choose("--formats", options.formats, tuple(DTYPES)), swept=options.sweep
     )
     entries, unserved = keys.keys(options.keys, problems)
-    for entry in entries:
+    for entry in entries + (keys.append_keys(options.keys) if options.sweep else []):
         print(json.dumps(entry))
     for text in unserved:
         print(f"{PROGRAM}: no kernel: {text}", file=sys.stderr)
@@ -168,16 +155,3 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found))
     return EXIT_FAILED if sections.failed(run) else 0
-
-
-def select_device(index: int) -> torch.device:
-    """Make a device current and return it. Raises DriverError where there is none."""
-    if not torch.cuda.is_available():
-        raise DriverError("no CUDA device that torch can use: run this on a machine with a GPU (see nvidia-smi)")
-    count = torch.cuda.device_count()
-    if not 0 <= index < count:
-        raise DriverError(f"--device {index}: expected 0 to {count - 1}")
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    torch.empty(1, device=device)  # makes the primary context current in this thread
-    return device

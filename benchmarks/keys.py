@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import sweep
+from benchmarks import append, sweep
 from benchmarks.shapes import NARROW, Shape
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.errors import ConfigError
+from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
+from cubinery.runtime.ops.paged_decode.formats import KV_FORMATS
 from cubinery.runtime.ops.paged_decode.select import Problem, select
 
 Wanted = tuple[Shape, str, int | None]
@@ -47,3 +49,12 @@ def keys(arch_name: str, problems: Sequence[Wanted]) -> tuple[list[dict[str, Any
         key = config.key(arch.name)
         entries[key] = {"key": key}
     return list(entries.values()), unserved
+
+
+def append_keys(arch_name: str) -> list[dict[str, Any]]:
+    """The entries of the cache writers that the sweep measures. Raises ConfigError for an unknown arch."""
+    arch = resolve(arch_name).name
+    head_dims = dict.fromkeys(shape.head_dim for shape in append.SHAPES)
+    return [
+        {"key": AppendConfig(head_dim=d, kv_format=kv_format).key(arch)} for d in head_dims for kv_format in KV_FORMATS
+    ]

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import paged_decode, peers, report, summary, sweep, sweep_report
+from benchmarks import append, paged_decode, peers, report, summary, sweep, sweep_report
 from benchmarks.ceilings import COPY_BYTES, ReadFloor, copy_rate
 from benchmarks.peer_process import PeerProcess, configurations
 from benchmarks.shapes import Shape
 from benchmarks.timing import GpuTimer, Timer
 from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.formats import KV_FORMATS
 
 Say = Callable[..., None]
 
@@ -115,7 +116,7 @@ def decode(run: Run, shapes: Sequence[Shape], formats: Sequence[str]) -> None:
 
 
 def sweep_all(run: Run) -> None:
-    """Measure and print configurations beside their neighbours, and all KV formats."""
+    """Measure and print configurations beside their neighbours, all KV formats, and the cache writer."""
     copy_gbps = run.copy()
     floor = ReadFloor(short_timer(run.quick, run.device), run.device, quick=True)
     timer = short_timer(run.quick, run.device)
@@ -128,6 +129,15 @@ def sweep_all(run: Run) -> None:
         torch.cuda.empty_cache()
     run.say("", *sweep_report.format_lines(formats, copy_gbps))
     run.sweep |= sweep_report.to_json(neighbours, formats, copy_gbps)
+    with run.part("cache writer"):
+        run.say("", "cache writer", append.HEADER)
+        written = []
+        for row in append.measure(run.library, append.SHAPES, KV_FORMATS, timer, run.device):
+            written.append(row)
+            run.say(report.cut(append.line(row, copy_gbps)))
+            torch.cuda.empty_cache()
+    run.say(*append.LEGEND)
+    run.sweep["appends"] = sweep_report.appends_json(written, copy_gbps)
 
 
 def end(run: Run) -> None:
@@ -141,6 +151,4 @@ def end(run: Run) -> None:
 def failed(run: Run) -> bool:
     """Whether a row of the main table has no time, or one of the sweep failed for another reason than a missing key."""
     swept = [entry for part in run.sweep.values() for entry in part]
-    return any(row.ours.time is None for row in run.rows) or any(
-        not entry["missing"] and "us" not in entry["results"][paged_decode.OURS] for entry in swept
-    )
+    return any(row.ours.time is None for row in run.rows) or any(entry["failed"] for entry in swept)

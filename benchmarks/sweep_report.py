@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from benchmarks import append
 from benchmarks.paged_decode import Row
 from benchmarks.report import TITLE, cut, row_json
 from benchmarks.summary import over_floor
@@ -82,18 +84,27 @@ def to_json(neighbours: Sequence[Measured], formats: Sequence[tuple[Row, Row]], 
                 "value": m.point.value,
                 "of_neighbour": m.of_neighbour,
                 "ok": m.ok,
-                "missing": m.row.ours.missing,
+                **_state(m.row),
                 "ctas_per_sm": m.point.ctas_per_sm,
             }
             | row_json(m.row, copy_gbps)
             for m in neighbours
         ],
         "formats": [
-            {"of_fp8": of_fp8(row, fp8), "ok": format_ok(row, fp8), "missing": row.ours.missing}
-            | row_json(row, copy_gbps)
+            {"of_fp8": of_fp8(row, fp8), "ok": format_ok(row, fp8), **_state(row)} | row_json(row, copy_gbps)
             for row, fp8 in formats
         ],
     }
+
+
+def appends_json(rows: Sequence[append.Row], copy_gbps: float) -> list[dict[str, Any]]:
+    """The cache writer's rows as plain data."""
+    return [asdict(row) | {"ok": row.ok(copy_gbps), "failed": row.us is None and not row.missing} for row in rows]
+
+
+def _state(row: Row) -> dict[str, bool]:
+    """Whether a row has no time because the bundle has no kernel for it, or because it went wrong."""
+    return {"missing": row.ours.missing, "failed": row.ours.time is None and not row.ours.missing}
 
 
 def _number(value: float | None) -> str:

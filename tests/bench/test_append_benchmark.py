@@ -78,4 +78,15 @@ def test_what_is_not_right_has_no_time(tmp_path: Path, which: str) -> None:
     (row,), timed = rows_of(tmp_path, ways[which], ["e2m3" if which == "missing" else "e2m1"])
     assert timed == 0
     assert row.us is None
-    assert ("no kernel" if which == "missing" else "wrong bytes of k_cache") in append.line(row, 1000.0)
+    assert row.missing == (which == "missing")
+    assert row.ok(1000.0) is None
+    said = append.line(row, 1000.0)
+    assert ("missing: no kernel" if which == "missing" else "wrong bytes of k_cache") in said
+
+
+@pytest.mark.parametrize(("tokens", "us", "ok"), [(32768, 100.0, True), (32768, 101.0, False), (32767, 101.0, None)])
+def test_large_appends_have_a_goal(tokens: int, us: float, ok: bool | None) -> None:
+    row = Row(Shape(tokens, 8, 128), "fp8", 280_000_000, us, 70.0)
+    assert row.ok(4000.0) is ok
+    said = append.line(row, 4000.0)
+    assert [word for word in said.split() if word in ("yes", "NO")] == {True: ["yes"], False: ["NO"], None: []}[ok]

@@ -12,7 +12,7 @@ from fake_driver import FakeDriver, write_bundle
 from fake_peers import CountingTimer
 from host_kernels import HostKernels
 
-from benchmarks import cli, keys, sweep, sweep_report
+from benchmarks import append, cli, keys, sections, sweep, sweep_report
 from benchmarks.paged_decode import OURS, Result, Row
 from benchmarks.shapes import NARROW, SHAPES, Problem, Shape
 from benchmarks.sweep import BASE, Measured, Point
@@ -155,3 +155,27 @@ def test_keys_of_a_run_can_be_built(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_keys_of_an_unknown_arch_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--keys", "sm_9"]) == cli.EXIT_USAGE
     assert capsys.readouterr().err.startswith("benchmarks: error: ")
+
+
+def test_a_whole_sweep_without_kernels_lists_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DecodeConfig(head_dim=64, page_size=16, kv_format="fp8")
+    write_bundle(tmp_path, "sm_90a", [config, *config.requires()])
+    library = Library.open(tmp_path, driver=FakeDriver(("sm_90a",)))
+    monkeypatch.setattr(sections, "GpuTimer", lambda *_, **__: CountingTimer())
+    monkeypatch.setattr(sections, "copy_rate", lambda *_: 1000.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    said: list[str] = []
+    run = sections.Run(library, CPU, False, lambda *lines: said.extend(lines))
+    sections.sweep_all(run)
+    assert max(map(len, said)) <= 120
+    assert {part: len(entries) for part, entries in run.sweep.items()} == {
+        "neighbours": len(sweep.points()),
+        "formats": 15,
+        "appends": 6 * len(append.SHAPES),
+    }
+    assert all(entry["missing"] for entries in run.sweep.values() for entry in entries)
+    assert sum("missing: " in text for text in said) == len(sweep.points()) + 15 + 6 * len(append.SHAPES)
+    assert not sections.failed(run)  # a bundle need not hold all of it
+    run.sweep["appends"][0] |= {"missing": False, "failed": True}
+    assert sections.failed(run)
+    json.dumps(run.sweep)
