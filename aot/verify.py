@@ -103,27 +103,37 @@ def not_run(artifacts: Sequence[Artifact], work: Sequence[Task], outcomes: Seque
 
 
 def run_all(work: Sequence[Task], *, jobs: int = 1, trace: Path | None = None) -> Iterator[Outcome]:
-    """Run tasks and yield their outcomes as they come: in `jobs` processes, or here where a trace is wanted."""
+    """Run tasks and yield their outcomes as they come: in `jobs` processes, or here where a trace is wanted.
+
+    Where there are fewer tasks than that, what is left over simulates CTAs of one launch side by side.
+    """
     if jobs <= 1 or trace is not None or len(work) == 1:
         tracer = None if trace is None else ChromeTrace()
         with contextlib.ExitStack() as stack:
             if tracer is not None and trace is not None:
                 stack.callback(tracer.write, trace)
             for task in work:
-                yield run(task, tracer)
+                yield run(task, tracer, processes=jobs)
         return
-    with ProcessPoolExecutor(min(jobs, len(work)), multiprocessing.get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(run, task) for task in work]):
+    workers = min(jobs, len(work))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(run, task, processes=jobs // workers) for task in work]):
             yield future.result()
 
 
-def run(task: Task, tracer: ChromeTrace | None = None, progress: Callable[[int, int], None] | None = None) -> Outcome:
-    """Run one task; a fault becomes the outcome's error. Raises SimError where its kernel has no check."""
+def run(
+    task: Task,
+    tracer: ChromeTrace | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    processes: int = 1,
+) -> Outcome:
+    """Run one task; a fault becomes the outcome's error, as does a kernel without a check."""
     driver = SimDriver(
         task.arch,
         [task.bundle],
         schedule=lambda: named_schedule(task.schedule),
         checks=Checks() if task.checks else Checks.off(),
+        processes=processes,
         tracer=tracer,
         progress=progress,
     )

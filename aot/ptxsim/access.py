@@ -260,7 +260,9 @@ class Access:
             if self.footprint is not None or self.predecessor is not None:
                 where = (address - np.uint64(found.origin)).astype(np.int64)
                 self._overlaps(g, mask, k, found, where, inside, size, True)
-            found.block.store(index, width, tuple(np.broadcast_to(v, address.shape)[inside] for v in values))
+            self.memory.writes(found).store(
+                index, width, tuple(np.broadcast_to(v, address.shape)[inside] for v in values)
+            )
 
     def _overlaps(
         self, g: Gang, mask: Any, k: int, found: Allocation, index: Any, inside: Any, size: int, writes: bool
@@ -410,7 +412,7 @@ class Access:
                     whole = (offset - np.uint64(found.origin)).astype(np.int64)
                     self._overlaps(g, lanes, k, found, whole, inside, width, True)
                 some = [o[inside[lanes]] for o in operands]
-                old[inside] = _apply(found.block, index, flushing, some, dtype, width)
+                old[inside] = _apply(self.memory.writes(found), index, flushing, some, dtype, width)
         return old
 
 

@@ -242,9 +242,9 @@ class Copies(Barriers):
         found = self.memory.find(address)
         if found is None or address + size > found.end:
             raise OutOfBoundsFault(f"a copy writes {size} bytes at {address:#x}, which no allocation holds")
-        start = address - found.origin
-        found.block.mark(start, start + size)
-        return found.block.data[start : start + size]
+        start, block = address - found.origin, self.memory.writes(found)
+        block.mark(start, start + size)
+        return block.data[start : start + size]
 
     def tensor_prefetch(self, g: Gang, mask: Any, k: int, tensor: Any, coords: tuple[Any, ...], mode: str) -> None:
         """cp.async.bulk.prefetch.tensor: the checks of a load and nothing else."""

@@ -8,11 +8,12 @@ bulk copies read is not recorded.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from cubinery.aot.ptxsim.memory import Allocation
+from cubinery.aot.ptxsim.memory import FULL, WIDTHS, Allocation
 
 READ, WRITTEN = np.uint8(1), np.uint8(2)
 
@@ -24,12 +25,12 @@ class Footprint:
         self._marks: dict[int, tuple[Allocation, Any]] = {}
 
     def record(self, allocation: Allocation, index: Any, size: int, mark: np.uint8) -> None:
-        """`size` bytes from each byte `index` of an allocation are read or written."""
-        found = self._marks.get(allocation.base)
-        if found is None or found[0].size != allocation.size or found[0].origin != allocation.origin:
-            found = self._marks[allocation.base] = allocation, np.zeros(len(allocation.block.data), np.uint8)
-        for i in range(size):
-            found[1][index + i] |= mark
+        """`size` bytes from each byte `index` (a multiple of the access) of an allocation are read or written."""
+        marks, width = self._of(allocation), math.gcd(size, 8)
+        view, at = marks.view(WIDTHS[width]), index // width
+        every = view.dtype.type(int(mark) * (FULL[width] // 0xFF))
+        for i in range(size // width):
+            view[at + i] |= every
 
     def touched(self, allocation: Allocation, index: Any, size: int, mark: np.uint8) -> Any:
         """Where any of those bytes has one of the marks: an array like `index`, or None where none has."""
@@ -40,3 +41,17 @@ class Footprint:
         for i in range(size):
             bad |= (found[1][index + i] & mark) != 0
         return bad if bad.any() else None
+
+    def marks(self) -> dict[int, Any]:
+        """The marks by the base of their allocation."""
+        return {base: marks for base, (_, marks) in self._marks.items()}
+
+    def add(self, allocation: Allocation, marks: Any) -> None:
+        """Take over what another footprint marked in an allocation."""
+        np.bitwise_or(self._of(allocation), marks, out=self._of(allocation))
+
+    def _of(self, allocation: Allocation) -> Any:
+        found = self._marks.get(allocation.base)
+        if found is None or found[0].size != allocation.size or found[0].origin != allocation.origin:
+            found = self._marks[allocation.base] = allocation, np.zeros(len(allocation.block.data), np.uint8)
+        return found[1]

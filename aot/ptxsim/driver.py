@@ -7,6 +7,7 @@ and device addresses are addresses of this process. Launches run to their end in
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,12 @@ from cubinery.aot.inspect import KernelInfo, read_cubin
 from cubinery.aot.ptxsim.dependent import Footprint
 from cubinery.aot.ptxsim.errors import SimError
 from cubinery.aot.ptxsim.faults import LaunchFault
+from cubinery.aot.ptxsim.launch import Launch, usable_cores
 from cubinery.aot.ptxsim.machine import Checks, Machine
 from cubinery.aot.ptxsim.memory import GlobalMemory
 from cubinery.aot.ptxsim.parser import Module, parse
 from cubinery.aot.ptxsim.schedule import Counters, Fair
+from cubinery.aot.ptxsim.shares import shares
 from cubinery.aot.ptxsim.tensormap import TensorMap
 from cubinery.aot.ptxsim.translate import Translation
 from cubinery.aot.ptxsim.waits import Tracer
@@ -68,6 +71,8 @@ class SimDriver:
     checks: Checks = field(default_factory=Checks)
     resident: int = 64
     """CTAs that run at a time."""
+    processes: int | None = None
+    """Most processes that simulate a launch; as many as there are cores where None. They change no result."""
     tracer: Tracer | None = None
     progress: Callable[[int, int], None] | None = None
     memory: GlobalMemory = field(default_factory=GlobalMemory)
@@ -216,28 +221,40 @@ class SimPrepared:
         """Run to the end. Raises Fault."""
         driver, kernel, config = self.driver, self.kernel, self.config
         self._check()
-        machine = Machine(
-            kernel.translation,
-            driver.memory,
-            self._ptx_params(),
-            grid=config.grid,
-            block=config.block,
-            cluster=config.cluster,
-            dynamic_smem=config.dynamic_smem,
-            schedule=driver.schedule(),
-            checks=driver.checks,
-            resident=driver.resident,
-            tracer=driver.tracer,
-            progress=driver.progress,
-            predecessor=driver.footprint if config.pdl else None,
-        )
-        machine.run()
-        driver.footprint = machine.footprint
-        driver.counters.instructions += machine.counters.instructions
-        driver.counters.segments += machine.counters.segments
-        driver.counters.seconds += machine.counters.seconds
+        params = self._ptx_params()
+
+        def machine(share: int, clusters: range | None) -> Machine:
+            return Machine(
+                kernel.translation,
+                driver.memory,
+                params,
+                grid=config.grid,
+                block=config.block,
+                cluster=config.cluster,
+                dynamic_smem=config.dynamic_smem,
+                clusters=clusters,
+                share=share,
+                schedule=driver.schedule().of_share(share),
+                checks=driver.checks,
+                resident=driver.resident,
+                tracer=driver.tracer,
+                progress=driver.progress,
+                predecessor=driver.footprint if config.pdl else None,
+            )
+
+        for v in kernel.translation.static_globals:  # global memory like any other: there before a share begins
+            driver.memory.variable(kernel.translation.name, v)
+        size = math.prod(config.cluster)
+        total = math.prod(config.grid)
+        parts = shares(kernel.translation, total // size, size)
+        launch = Launch(machine, driver.memory, parts, size, kernel.translation.entry.name)
+        launch.run(1 if driver.tracer is not None else driver.processes or usable_cores())
+        driver.footprint = launch.footprint if kernel.translation.lets_go else None
+        driver.counters.instructions += launch.counters.instructions
+        driver.counters.segments += launch.counters.segments
+        driver.counters.seconds += launch.counters.seconds
         driver.counters.launches += 1
-        driver.ctas += machine.total
+        driver.ctas += total
         driver.executed.add(kernel.translation.name)
 
     def _ptx_params(self) -> bytes:

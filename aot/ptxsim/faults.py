@@ -44,6 +44,9 @@ class Fault(SimError):  # noqa: N818
         super().__init__(f"{type(self).__name__}: {detail} [{place}]")
         self.detail, self.place = detail, place
 
+    def __reduce__(self) -> tuple[type[Fault], tuple[str, Place]]:
+        return type(self), (self.detail, self.place)
+
 
 class OutOfBoundsFault(Fault):
     """An access outside every allocation of its state space."""

@@ -54,6 +54,8 @@ class Machine(Deadlocks):
         dynamic_smem: int = 0,
         schedule: Fair | None = None,
         checks: Checks = Checks(),
+        clusters: range | None = None,
+        share: int = 0,
         resident: int = 64,
         tracer: Tracer | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -61,6 +63,7 @@ class Machine(Deadlocks):
     ) -> None:
         """`params` in the layout of the PTX. At most `resident` CTAs run at a time (whole clusters).
 
+        `clusters` are those of the grid that run, by number, as one share of the launch; all of them where None.
         `predecessor` is what the launch before touched, where this one may overlap with it.
         """
         self.kernel, self.memory, self.checks, self.tracer, self.progress = kernel, memory, checks, tracer, progress
@@ -73,14 +76,18 @@ class Machine(Deadlocks):
         threads = block[0] * block[1] * block[2]
         self.wpc = -(-threads // LANES)
         self.cluster_size = cluster[0] * cluster[1] * cluster[2]
-        self.total = grid[0] * grid[1] * grid[2]
+        whole = clusters is None
+        if clusters is None:
+            clusters = range(grid[0] * grid[1] * grid[2] // self.cluster_size)
+        self.next_cta, self.end = clusters.start * self.cluster_size, clusters.stop * self.cluster_size
+        self.total, self.finished = self.end - self.next_cta, 0
         slots = min(self.total, max(resident // self.cluster_size, 1) * self.cluster_size)
         self.shared = SharedMemory(slots, kernel.dynamic_start + dynamic_smem, track=checks.uninitialised)
         local = slots * self.wpc * LANES * kernel.local_size
         self.local = Block(np.full(local, 0xFF, np.uint8), np.zeros(local, np.uint8) if checks.uninitialised else None)
         self.rank = np.arange(slots) % self.cluster_size
-        lets_go = any(i.opcode == "griddepcontrol" and "launch_dependents" in i.modifiers for i in kernel.instrs)
-        self.footprint = Footprint() if checks.races and lets_go else None
+        self.share = share
+        self.footprint = Footprint() if checks.races and (kernel.lets_go or not whole) else None
         self.predecessor, self.waited = predecessor if checks.races else None, np.zeros(slots, bool)
         self.cluster_base = np.arange(slots) - self.rank
         self.block_index = np.zeros((slots, 3), np.int64)
@@ -102,7 +109,6 @@ class Machine(Deadlocks):
         self.parked: dict[Parked, None] = {}
         self.released: dict[Parked, None] = {}
         self.pending: list[Pending] = []
-        self.next_cta = self.finished = 0
         self._last: Any = None
         """Warps that ran last, where a tracer wants to know."""
         self._wait_handlers = wait_handlers(self)
@@ -110,14 +116,20 @@ class Machine(Deadlocks):
 
     # -- running -------------------------------------------------------------------------------
 
-    def run(self) -> Counters:
-        """Run to the end. Raises Fault."""
+    def run(self, long: float = 0.0, meanwhile: Callable[[], None] | None = None) -> Counters:
+        """Run to the end; where that takes more than `long` seconds, call `meanwhile` once, then. Raises Fault."""
         start = time.perf_counter()
         keep_freed_memory()
         with np.errstate(all="ignore"):
             for slot in range(0, len(self.block_index), self.cluster_size):
                 self.start_cluster(slot)
-            while self._step():
+            going = True
+            if meanwhile is not None:
+                while (going := self._step()) and time.perf_counter() < start + long:
+                    pass
+                if going:
+                    meanwhile()
+            while going and self._step():
                 pass
             self.finish()
         self.counters.seconds = time.perf_counter() - start

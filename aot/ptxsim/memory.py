@@ -11,7 +11,7 @@ import bisect
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -110,6 +110,12 @@ class Allocation:
         self.block = Block(self.block.data)
 
 
+class Snapshot(Protocol):
+    """Somebody who wants to know what memory was before a launch."""
+
+    def keep(self, allocation: Allocation) -> None: ...
+
+
 class GlobalMemory:
     """Allocations by address."""
 
@@ -119,6 +125,8 @@ class GlobalMemory:
         self._variables: dict[tuple[str, str], int] = {}
         self.constants: list[tuple[int, int]] = []
         """[start, end) of constant variables, which live among the global ones here."""
+        self.snapshot: Snapshot | None = None
+        """Where set, it learns of every allocation before a kernel writes to it."""
 
     def allocate(self, size: int, name: str = "allocation") -> int:
         """Uninitialised memory of the simulated device, aligned as cudaMalloc aligns; returns its address."""
@@ -164,12 +172,25 @@ class GlobalMemory:
             raise KeyError(base)
         del self._bases[at], self._allocations[at]
 
+    def writes(self, allocation: Allocation) -> Any:
+        """The block of an allocation that a kernel is about to write to."""
+        if self.snapshot is not None:
+            self.snapshot.keep(allocation)
+        return allocation.block
+
     def find(self, address: int) -> Allocation | None:
         """The allocation that holds an address."""
         at = bisect.bisect_right(self._bases, address) - 1
         if at >= 0 and address < self._allocations[at].end:
             return self._allocations[at]
         return None
+
+    def at(self, base: int) -> Allocation:
+        """The allocation that starts at `base`. Raises KeyError where none does."""
+        found = self.find(base)
+        if found is None or found.base != base:
+            raise KeyError(base)
+        return found
 
     def bytes(self, address: int, size: int) -> Any:
         """The bytes from `address` (a view). Raises KeyError where they are not in one allocation."""

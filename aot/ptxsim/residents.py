@@ -18,8 +18,11 @@ class Residents(Waits):
     grid: tuple[int, int, int]
     cluster: tuple[int, int, int]
     total: int
-    """CTAs of the launch."""
+    """CTAs that run."""
     next_cta: int
+    """The next one to start, counted over the grid."""
+    end: int
+    """The first one that does not run here."""
     finished: int
     progress: Callable[[int, int], None] | None
     _threads_of_cta: Any
@@ -84,7 +87,7 @@ class Residents(Waits):
             self._abandoned(slot)
             self._leftovers(slot)
             self.tensor_exit(slot)
-            if self.next_cta < self.total:
+            if self.next_cta < self.end:
                 self.shared.reset(slot)
                 if self.races is not None:
                     self.races.reset(slot)
@@ -92,7 +95,7 @@ class Residents(Waits):
         self.finished += self.cluster_size
         if self.progress is not None:
             self.progress(self.finished, self.total)
-        if self.next_cta < self.total:
+        if self.next_cta < self.end:
             self.start_cluster(base)
 
     def _abandoned(self, slot: int) -> None:

@@ -21,6 +21,9 @@ Ready = dict[int, list[Gang]]
 PATIENCE = 2000
 """Segments that may run before the gang that waited longest gets its turn: a spin on memory must not starve others."""
 
+_SHARES_APART = 1_000_003
+"""Between the seeds of a launch's shares: schedules that are asked for by name have small seeds."""
+
 
 @dataclass(slots=True)
 class Pending:
@@ -44,6 +47,10 @@ class Fair:
         self.seed = seed
         self.random = random.Random(seed)
         self.runs = 0
+
+    def of_share(self, share: int) -> Fair:
+        """A schedule of this kind for one share of a launch; the first share's is the launch's own."""
+        return type(self)(self.seed + share * _SHARES_APART) if share else self
 
     def pick(self, ready: Ready) -> list[Gang]:
         """Take the gangs to run next out of `ready`; all stand at one segment."""

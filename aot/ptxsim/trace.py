@@ -32,10 +32,11 @@ class ChromeTrace:
         self._launch = 0
 
     def _of(self, machine: Machine) -> None:
-        """Begin anew for another launch, after everything so far."""
+        """Begin anew for another launch, after everything so far; shares of one launch begin together."""
         if machine is not self._machine:
-            self._machine, self._launch = machine, self._launch + 1
-            self._start = self._now
+            self._machine = machine
+            if machine.share == 0:
+                self._start, self._launch = self._now, self._launch + 1
             self._clock = np.full(len(machine.live), self._start, np.int64)
             self._since.clear()
 

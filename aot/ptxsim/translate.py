@@ -48,6 +48,8 @@ class Translation:
         self._used = frozenset(r for s in cut for i in s.all for r in used(i))
         self.unit = min((_unit(instr) for instr in self.instrs), default=4)
         """Bytes of shared memory that the race check tells apart."""
+        self.lets_go = any(i.opcode == "griddepcontrol" and "launch_dependents" in i.modifiers for i in self.instrs)
+        """A dependent launch may start before this one has ended."""
         self._misuses = misuses(cut)
         self.segments = [self._compile(segment) for segment in cut]
 
