@@ -32,21 +32,28 @@ class Simulated:
     library: Library
 
     def check(
-        self, config: DecodeConfig, p: Problem, *, force_splits: int = 0, causal: bool | None = None
-    ) -> tuple[Any, Any]:
+        self, config: DecodeConfig, p: Problem, *, force_splits: int = 0, causal: bool | None = None,
+        window: int | None = None, sinks: Any = None, softcap: float | None = None, q_lens: Any = None,
+        **run_options: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Run a problem on the kernel of `config`, hold it to the reference, return (o, lse) as torch tensors."""
         causal = config.causal if causal is None else causal
         choices = {"row_tile": config.row_tile, "ctas_per_sm": config.ctas_per_sm, "pdl": config.pdl}
         with watching(self.driver):
-            self.driver.register_tensors(q=p.q, k=p.k, v=p.v, block_table=p.table)
+            given = {name: x for name, x in (("sinks", sinks), ("q_lens", q_lens)) if x is not None}
+            self.driver.register_tensors(q=p.q, k=p.k, v=p.v, block_table=p.table, **given)
             call = PagedDecode(
                 self.library, head_dim=p.d, page_size=p.page_size, kv_format=p.kv_format, q_len=p.q_len,
-                causal=causal, q_dtype=p.q_dtype, **choices,
+                causal=causal, q_dtype=p.q_dtype, window=window, sinks=sinks is not None, softcap=softcap,
+                q_lens=q_lens is not None, **choices,
             )  # fmt: skip
             assert call.keys(p.h_q // p.h_k)[0] == config.key(self.arch)
             plan = call.plan(p.lengths, **p.heads, force_splits=force_splits)
-            o, lse = plan.run(*p.tensors)
-        expected = paged_attention(*p.tensors, p.lengths, q_len=p.q_len, causal=causal, kv_format=p.kv_format)
+            o, lse = plan.run(*p.tensors, **given, **run_options)
+        expected = paged_attention(
+            *p.tensors, p.lengths, q_len=p.q_len, causal=causal, kv_format=p.kv_format, window=window, softcap=softcap,
+            **given, **run_options,
+        )  # fmt: skip
         found = deviation(o.double().numpy(), lse.numpy(), *expected)
         assert found.within(PAGED_DECODE[config.impl]), f"{config.key(self.arch)}, {force_splits} splits: {found}"
         return o, lse

@@ -1,6 +1,7 @@
 """What paged decode means: attention over the exactly dequantised values, in float64.
 
-Models paging, grouping of query heads, causal visibility, descales and empty rows. P is not rounded:
+Models paging, grouping of query heads, causal visibility, sliding windows, sinks, soft-caps, fewer tokens than q_len,
+descales and empty rows. P is not rounded:
 the distance of a kernel from this includes its own rounding, which the tolerances allow for.
 Takes numpy arrays or torch tensors (copied to the host); returns numpy.
 """
@@ -63,6 +64,10 @@ def paged_attention(
     kv_format: str | None = None,
     k_scales: Any = None,
     v_scales: Any = None,
+    window: int | None = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    q_lens: Any = None,
 ) -> tuple[Doubles, Doubles]:
     """(o, lse) of one decode step.
 
@@ -73,8 +78,13 @@ def paged_attention(
     entries below a sequence's length are read; `seq_lens` count keys, the new tokens included. Descales are None (1),
     a number, or arrays of 1 element, (num_kv_heads,) or (num_seqs, num_kv_heads).
 
+    `window`: a token sees the last so many of the keys that a causal one sees; block-table entries of pages wholly
+    before that are not read. `sinks` (num_q_heads,): logits that join the sum of exponentials of each row.
+    `softcap`: scores become softcap * tanh(score / softcap). `q_lens` (num_seqs,): new tokens of each sequence,
+    the first of its q_len, of which token i sees keys up to length - q_lens + i.
+
     `o` has the shape of `q`; `lse` is (num_seqs, num_kv_heads, q_len * group_size) in packed row order.
-    A row that sees no key has o = 0 and lse = -inf.
+    A row that sees no key has o = 0, and lse = -inf or its sink. Rows past q_lens have o = 0 and lse = -inf.
     """
     lengths = [int(n) for n in _host(seq_lens)]
     table = _host(block_table)
@@ -90,41 +100,54 @@ def paged_attention(
     gain = out_scale * per_seq_head(v_descale, num_seqs, num_kv_heads)
     o = np.zeros_like(queries)
     lse = np.full((num_seqs, num_kv_heads, q_len, group), -np.inf)
-    for seq, length in enumerate(lengths):
-        if length == 0:
-            continue
-        pages = [int(page) for page in table[seq, : -(-length // page_size)]]
+    tokens = [q_len] * num_seqs if q_lens is None else [min(max(int(n), 0), q_len) for n in _host(q_lens)]
+    logits = None if sinks is None else to_doubles(sinks).reshape(num_kv_heads, group)
+    for seq, (length, new) in enumerate(zip(lengths, tokens, strict=True)):
+        # Only the pages read are converted, so poisoned ones elsewhere cost nothing and cannot leak.
+        start = 0 if window is None else max(0, length - new + 1 - window) // page_size
+        pages = [int(page) for page in table[seq, start : -(-length // page_size)]]
         for head in range(num_kv_heads):
-            # Only the pages read are converted, so poisoned ones elsewhere cost nothing and cannot leak.
             k, v = (
                 stored_doubles(c[pages, :, head], kv_format, None if s is None else s[pages, :, head])
-                .reshape(-1, head_dim)[:length]
+                .reshape(-1, head_dim)[: length - start * page_size]
                 for c, s in ((k_cache, k_scales), (v_cache, v_scales))
             )  # fmt: skip
-            o[seq, :, head], lse[seq, head] = dense_attention(
-                queries[seq, :, head], k, v, sigma=float(sigma[seq, head]), gain=float(gain[seq, head]), causal=causal
-            )
+            o[seq, :new, head], lse[seq, head, :new] = dense_attention(
+                queries[seq, :new, head], k, v, sigma=float(sigma[seq, head]), gain=float(gain[seq, head]),
+                causal=causal, window=window, sinks=None if logits is None else logits[head], softcap=softcap,
+            )  # fmt: skip
     return o.reshape(shape), lse.reshape(num_seqs, num_kv_heads, q_len * group)
 
 
 def dense_attention(
-    q: Doubles, k: Doubles, v: Doubles, *, sigma: float, gain: float = 1.0, causal: bool = True
-) -> tuple[Doubles, Doubles]:
+    q: Doubles, k: Doubles, v: Doubles, *, sigma: float, gain: float = 1.0, causal: bool = True,
+    window: int | None = None, sinks: Doubles | None = None, softcap: float | None = None,
+) -> tuple[Doubles, Doubles]:  # fmt: skip
     """(o (q_len, group, d), lse (q_len, group)) of one sequence and KV head: q (q_len, group, d), k and v (L, d).
 
-    Scores are sigma * q.k; token i of q_len sees keys up to L - q_len + i if causal, all otherwise.
+    Scores are sigma * q.k, capped to softcap * tanh(score / softcap); token i of q_len sees keys up to L - q_len + i if
+    causal, and the last `window` of these, all keys otherwise. `sinks` (group,) join the sum, and so the LSE.
     """
     q_len, group, d = q.shape
     length = len(k)
     scores = sigma * (q.reshape(-1, d) @ k.T).reshape(q_len, group, length)  # one product, not one a token
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    keys, last_seen = np.arange(length), (length - q_len + np.arange(q_len))[:, None, None]
     if causal:
-        last_seen = length - q_len + np.arange(q_len)
-        scores = np.where(np.arange(length) <= last_seen[:, None, None], scores, -np.inf)
+        scores = np.where(keys <= last_seen, scores, -np.inf)
+    if window is not None:
+        scores = np.where(keys > last_seen - window, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
-    weights = np.exp(scores - np.where(np.isinf(top), 0.0, top))
+    if sinks is not None:
+        top = np.maximum(top, sinks[:, None])
+    shift = np.where(np.isinf(top), 0.0, top)
+    weights = np.exp(scores - shift)
     total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None] - shift)
     seen = total > 0
-    sums = (weights.reshape(-1, length) @ v).reshape(q.shape)
+    sums = (weights.reshape(q_len * group, length) @ v).reshape(q.shape)
     o = gain * np.divide(sums, total, out=np.zeros(q.shape), where=np.broadcast_to(seen, q.shape))
     with np.errstate(divide="ignore"):
         lse = np.where(seen, top + np.log(total), -np.inf)

@@ -143,6 +143,11 @@ def exp2(x: Float32) -> Float32:
     return inline("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+def reciprocal(x: Float32) -> Float32:
+    """1 / x, approximate (1 ulp); 0 for infinity."""
+    return inline("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
 def float_bits(x: Float32) -> Int32:
     """The bits of an fp32 value."""
     return inline("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from cubinery.aot.kernels.paged_decode.append_abi import append_record
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import KernelConfig
-from cubinery.runtime.manifest import KernelRecord, Swizzle, TensorMapSpec, pack_params
+from cubinery.runtime.manifest import KernelRecord, ParamKind, Swizzle, TensorMapSpec, pack_params
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 from cubinery.runtime.ops.paged_decode.config import REDUCE_WARPS, DecodeConfig, ReduceConfig
 
@@ -48,6 +48,20 @@ def kv_map(config: DecodeConfig, name: str) -> TensorMapSpec:
     )
 
 
+OPTIONAL_PARAMS: dict[str, ParamKind] = {
+    "window": "i32",  # keys that a token sees, its own included
+    "sinks": "pointer",  # fp32 (num_q_heads,)
+    "softcap": "f32",
+    "q_lens": "pointer",  # int32 (num_seqs,)
+}
+"""Parameters of the axes that are named after them, in order; a kernel takes those that are on."""
+
+
+def optional_params(config: DecodeConfig) -> list[tuple[str, ParamKind]]:
+    """(name, kind) of the parameters that only some configurations have."""
+    return [(name, kind) for name, kind in OPTIONAL_PARAMS.items() if getattr(config, name)]
+
+
 def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
     params = pack_params(
         ("k_map", "tensor_map"),
@@ -83,6 +97,7 @@ def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
         ("v_descale_head", "i32"),
         ("scale_qs", "f32"),
         ("scale_o", "f32"),
+        *optional_params(config),
     )
     return KernelRecord(
         role="decode",

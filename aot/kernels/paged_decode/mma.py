@@ -31,8 +31,10 @@ from cutlass.experimental.cuda import tensor_map as tm
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import load_f32, load_i32
+from cubinery.aot.kernels.paged_decode.abi import optional_params
 from cubinery.aot.kernels.paged_decode.mma_compute import Consumer
 from cubinery.aot.kernels.paged_decode.mma_load import Producer
+from cubinery.aot.kernels.paged_decode.mma_mask import Mask
 from cubinery.aot.kernels.paged_decode.mma_store import Epilogue
 from cubinery.aot.kernels.paged_decode.mma_tile import CONSUMER_BARRIER, EMPTY, FULL, OUT_SCALE, MmaTile
 from cubinery.runtime.arch import Arch
@@ -45,7 +47,7 @@ class PagedDecodeMma(MmaTile):
     def __init__(self, config: DecodeConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.producer, self.consumer = Producer(config, arch), Consumer(config, arch)
-        self.epilogue = Epilogue(config, arch)
+        self.epilogue, self.mask = Epilogue(config, arch), Mask(config, arch)
 
     @cute.jit
     def __call__(
@@ -82,9 +84,16 @@ class PagedDecodeMma(MmaTile):
         v_descale_head: Int32,
         scale_qs: Float32,
         scale_o: Float32,
+        window: Int32 | None,
+        sinks: cute.Pointer | None,
+        softcap: Float32 | None,
+        q_lens: cute.Pointer | None,
         stream: cuda.CUstream,
     ) -> None:
-        """Fix the order and types of the kernel's parameters, and the attributes of its launch."""
+        """Fix the order and types of the kernel's parameters, and the attributes of its launch.
+
+        What belongs to an axis that is off is None, and no parameter of the kernel.
+        """
         c = self.config
         # The runtime encodes the real maps from the manifest; here only the parameters' type matters.
         tensor_map = tm.create_tensor_map_tiled(
@@ -95,7 +104,7 @@ class PagedDecodeMma(MmaTile):
             tensor_map, tensor_map, q, block_table, seq_lens, work, q_descale, k_descale, v_descale,
             o, lse, o_partial, m_partial, l_partial, num_kv_heads, n_q, group_size, num_pages, block_table_stride,
             q_seq, q_token, q_head, o_seq, o_token, o_head, q_descale_seq, q_descale_head, k_descale_seq,
-            k_descale_head, v_descale_seq, v_descale_head, scale_qs, scale_o,
+            k_descale_head, v_descale_seq, v_descale_head, scale_qs, scale_o, window, sinks, softcap, q_lens,
         ).launch(
             grid=(1, 1, 1),
             block=(c.threads, 1, 1),
@@ -144,6 +153,10 @@ class PagedDecodeMma(MmaTile):
         v_descale_head: Int32,
         scale_qs: Float32,
         scale_o: Float32,
+        window: Int32 | None,
+        sinks: cute.Pointer | None,
+        softcap: Float32 | None,
+        q_lens: cute.Pointer | None,
     ) -> None:
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
@@ -169,9 +182,15 @@ class PagedDecodeMma(MmaTile):
                 seq, key_begin, key_end, _ = self.work_item(work, item)
                 num_stages = self.num_stages(key_begin, key_end)
                 table_row = Int64(seq) * block_table_stride
+                first_key = Int32(0)
+                if cutlass.const_expr(c.window):
+                    if seq >= 0:
+                        tokens = self.mask.tokens(q_lens, seq, n_q)
+                        first_key = self.mask.first_key((load_i32(seq_lens, Int64(seq)), tokens, window))
                 self.producer.produce(
-                    smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, num_stages
-                )
+                    smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
+                    num_stages,
+                )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             seq, key_begin, key_end, slot = self.work_item(work, item)
@@ -187,18 +206,24 @@ class PagedDecodeMma(MmaTile):
                 if tidx == 0:
                     out_scale = load_f32(v_descale, Int64(seq) * v_descale_seq + head * v_descale_head)
                     ptx.store_shared_f32(smem + OUT_SCALE, out_scale)
-                # Without a causal mask every key of the chunk is visible to every row.
-                length = load_i32(seq_lens, Int64(seq)) if cutlass.const_expr(c.q_len > 1) else key_end
-                self.consumer.stage_q(smem, warp, lane, q_base, row0, n_q, group_size, q_token, q_head)
+                # Without a causal mask or a window every key of the chunk is visible to every row.
+                length = load_i32(seq_lens, Int64(seq)) if cutlass.const_expr(c.q_len > 1 or c.window) else key_end
+                tokens = self.mask.tokens(q_lens, seq, n_q)
+                live_rows = self.mask.live_rows(tokens, n_q, group_size)
+                if cutlass.const_expr(c.sinks):
+                    is_first = self.mask.first_item(length, window, key_begin)
+                    self.mask.stage_sinks(smem, tidx, sinks, head, group_size, row0, live_rows, is_first)
+                self.consumer.stage_q(smem, warp, lane, q_base, row0, live_rows, group_size, q_token, q_head)
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
                 place = self.consumer.consume(
-                    smem, warp, lane, row0, group_size, length, key_begin, num_stages, score_scale
-                )
+                    smem, warp, lane, row0, group_size, (length, tokens, window), softcap, key_begin, num_stages,
+                    score_scale,
+                )  # fmt: skip
                 self.epilogue.merge(smem, lane, *place)
 
                 # The result of an unsplit sequence goes to O and LSE, that of a chunk to the partial buffers.
                 is_split = slot >= 0
-                self.epilogue.finish_rows(smem, tidx, score_scale, scale_o, is_split)
+                self.epilogue.finish_rows(smem, tidx, score_scale, softcap, live_rows - row0, scale_o, is_split)
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
                 stat_row = (Int64(seq) * num_kv_heads + head) * n_q
                 part_row = (Int64(slot) * num_kv_heads + head) * n_q
@@ -227,4 +252,7 @@ def entry(config: DecodeConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
     i32, f32 = Int32, Float32
     pointers = [Uint8, BFloat16, i32, i32, i32, f32, f32, f32, BFloat16, f32, f32, f32, f32]
     scalars = [Int32(1)] * 17 + [Float32(1.0)] * 2
-    return PagedDecodeMma(config, arch), (*map(pointer, pointers), *scalars, cuda.CUstream(0))
+    on = {name for name, _ in optional_params(config)}
+    optional = {"window": Int32(1), "sinks": pointer(f32), "softcap": Float32(1.0), "q_lens": pointer(i32)}
+    extras = [value if name in on else None for name, value in optional.items()]
+    return PagedDecodeMma(config, arch), (*map(pointer, pointers), *scalars, *extras, cuda.CUstream(0))

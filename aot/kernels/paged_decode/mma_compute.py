@@ -6,11 +6,18 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cubinery.aot.kernels.common import ptx
+from cubinery.aot.kernels.paged_decode.mma_mask import Mask
 from cubinery.aot.kernels.paged_decode.mma_tile import EMPTY, FULL, LOG2E, NEG_INF, ROW_SCALE, MmaTile
+from cubinery.runtime.arch import Arch
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
 
 class Consumer(MmaTile):
     """The computing warps, until their slices' results lie in registers."""
+
+    def __init__(self, config: DecodeConfig, arch: Arch) -> None:
+        super().__init__(config, arch)
+        self.mask = Mask(config, arch)
 
     @cute.jit
     def stage_q(self, smem, warp, lane, q_base, row0, n_q, group_size, q_token, q_head):
@@ -79,8 +86,11 @@ class Consumer(MmaTile):
         return [1 << i for i in range(lanes.bit_length() - 1)]
 
     @cute.jit
-    def consume(self, smem, warp, lane, row0, group_size, length, key_begin, num_stages, score_scale):
-        """Online softmax over this warp's slice of every stage; returns its place, scales, O, m and l."""
+    def consume(self, smem, warp, lane, row0, group_size, span, softcap, key_begin, num_stages, score_scale):
+        """Online softmax over this warp's slice of every stage; returns its place, scales, O, m and l.
+
+        `span` is what `Mask` takes.
+        """
         c = self.config
         row_group = warp % c.row_warps
         col_group = warp // c.row_warps % c.col_warps
@@ -93,35 +103,41 @@ class Consumer(MmaTile):
         v_lane = smem + self.ring + self.format.v_lane(slice_key, lane, col_group)
 
         row = row_group * 16 + g
-        exp_scale = [
-            self.at_least_tiny(score_scale * LOG2E * ptx.load_shared_f32(smem + ROW_SCALE + (row + 8 * j) * 4))
-            for j in (0, 1)
-        ]
-        # Keys below limits[j] are visible to this lane's row j; all rows see keys below `all_visible`.
-        if cutlass.const_expr(c.q_len > 1):
-            limits = [cutlass.min(length - c.q_len + 1 + (row0 + row + 8 * j) // group_size, length) for j in (0, 1)]
-            all_visible = length - c.q_len + 1
-        else:
-            limits = [length, length]
-            all_visible = length
-        num_full = cutlass.min(cutlass.max(all_visible - key_begin, 0) // c.stage_keys, num_stages)
+        scales = [score_scale * LOG2E * ptx.load_shared_f32(smem + ROW_SCALE + (row + 8 * j) * 4) for j in (0, 1)]
+        cap_scales = None
+        if cutlass.const_expr(c.softcap):
+            cap_scales, scales = self.mask.cap_scales(scales, softcap), [softcap * LOG2E] * 2
+        exp_scale = [self.at_least_tiny(scale) for scale in scales]
+        limits = self.mask.limits(span, row0 + row, group_size)
+        first_full, num_full = self.mask.full_stages(span, key_begin, num_stages)
+        num_rest = num_stages - first_full - num_full
 
         q_frags = self.load_q(q_address) if self.q_in_registers else None
         state = ([Float32(0.0)] * (4 * self.o_tiles), [Float32(NEG_INF)] * 2, [Float32(0.0)] * 2)
         o, m, l = state
         stage, phase = Int32(0), Int32(0)
         key = key_begin + slice_key + 2 * quad
-        for _ in cutlass.range(num_full, unroll=1):
-            o, m, l, stage, phase = self.attend(
-                smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, None, length, key, o, m, l, stage, phase
-            )
-            key += c.stage_keys
-        for _ in cutlass.range(num_stages - num_full, unroll=1):
-            o, m, l, stage, phase = self.attend(
-                smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, limits, length, key, o, m, l, stage, phase
-            )
-            key += c.stage_keys
+        fixed = (smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, span[0])
+        if cutlass.const_expr(c.window):
+            # Masked stages lie at the beginning too. The same two loops walk both ends, so that the code does not grow.
+            for turn in cutlass.range(2, unroll=1):
+                full = cutlass.select_(turn == 0, Int32(0), num_full)
+                masked = cutlass.select_(turn == 0, first_full, num_rest)
+                key, o, m, l, stage, phase = self.walk(fixed, limits, full, masked, key, o, m, l, stage, phase)
+        else:
+            key, o, m, l, stage, phase = self.walk(fixed, limits, num_full, num_rest, key, o, m, l, stage, phase)
         return key_group, col_group, row, exp_scale, o, m, l
+
+    @cute.jit
+    def walk(self, fixed, limits, num_full, num_masked, key, o, m, l, stage, phase):
+        """Stages that every row sees in full, then stages with masks."""
+        for _ in cutlass.range(num_full, unroll=1):
+            o, m, l, stage, phase = self.attend(*fixed, None, key, o, m, l, stage, phase)
+            key += self.config.stage_keys
+        for _ in cutlass.range(num_masked, unroll=1):
+            o, m, l, stage, phase = self.attend(*fixed, limits, key, o, m, l, stage, phase)
+            key += self.config.stage_keys
+        return key, o, m, l, stage, phase
 
     def load_q(self, q_address):
         return [self.load_q_step(q_address, s) for s in range(self.q_steps)]
@@ -132,8 +148,9 @@ class Consumer(MmaTile):
 
     @cute.jit
     def attend(
-        self, smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, limits, length, key, o, m, l, stage, phase
-    ):
+        self, smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, length, limits, key, o, m, l,
+        stage, phase,
+    ):  # fmt: skip
         """One stage of K and one of V. `limits` masks scores and the rows of V past the end; None: all visible."""
         c = self.config
         k_offset, k_full, k_empty = stage * c.stage_bytes, smem + FULL + stage * 8, smem + EMPTY + stage * 8
@@ -145,8 +162,10 @@ class Consumer(MmaTile):
         for step in cutlass.range(self.warp_keys // self.step_keys, unroll=1):
             first = step * self.step_keys
             scores = self.scores(k_lane + k_offset + first * c.box_bytes, q_address, q_frags)
+            if cutlass.const_expr(c.softcap):
+                scores = [self.mask.cap(tile, cap_scales) for tile in scores]
             if cutlass.const_expr(limits is not None):
-                scores = [self.mask_scores(tile, key + first + 8 * t, limits) for t, tile in enumerate(scores)]
+                scores = [self.mask.mask_scores(tile, key + first + 8 * t, limits) for t, tile in enumerate(scores)]
             p, m, l, alpha, changed = self.softmax(scores, m, l, exp_scale)
             o = self.rescale(o, alpha, changed)
             ptx.mbarrier_wait(v_full, v_phase)
@@ -177,10 +196,6 @@ class Consumer(MmaTile):
                     for a, b in zip(q_now, fmt.k_pairs(registers[t], group), strict=True):
                         tiles[t] = ptx.mma_m16n8k16(self.mma_dtype, a, b, tiles[t])
         return tiles
-
-    def mask_scores(self, tile, key, limits):
-        """-inf where this lane's keys (key, key + 1) are not visible to its two rows."""
-        return [cutlass.select_(key + e % 2 < limits[e // 2], tile[e], Float32(NEG_INF)) for e in range(4)]
 
     def softmax(self, scores, m, l, exp_scale):
         """Fold a step's scores into the running maximum and sum; returns P, m, l, alpha, and whether m moved."""

@@ -15,9 +15,13 @@ class Producer(MmaTile):
 
     @cute.jit
     def produce(
-        self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, num_stages
-    ):
-        """Fill the ring. Lane i issues box i of a stage: page i // boxes_per_row, column i % boxes_per_row."""
+        self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
+        num_stages,
+    ):  # fmt: skip
+        """Fill the ring. Lane i issues box i of a stage: page i // boxes_per_row, column i % boxes_per_row.
+
+        Pages that end before `first_key` are not looked up; without a window nobody asks.
+        """
         c = self.config
         if lane == 0:
             ptx.prefetch_tensor_map(k_map.get_ptr())
@@ -26,13 +30,13 @@ class Producer(MmaTile):
         column = lane % c.boxes_per_row
         box_rows = self.box[1]
         destination = (column * c.stage_keys + page_in_stage * box_rows) * c.box_bytes
-        page = self.look_up(block_table, table_row, num_pages, key_end, key_begin + page_in_stage * box_rows)
+        page = self.look_up(block_table, table_row, num_pages, first_key, key_end, key_begin + page_in_stage * box_rows)
         stage = Int32(0)
         phase = Int32(1)  # the first pass over the ring waits for nothing
         for i in cutlass.range(num_stages, unroll=1):
             key = key_begin + i * c.stage_keys + page_in_stage * box_rows
             # Looked up one stage ahead, so that the latency hides behind the wait for a slot.
-            next_page = self.look_up(block_table, table_row, num_pages, key_end, key + c.stage_keys)
+            next_page = self.look_up(block_table, table_row, num_pages, first_key, key_end, key + c.stage_keys)
             for which in cutlass.range_constexpr(2):
                 full = smem + FULL + stage * 8
                 ptx.mbarrier_wait(smem + EMPTY + stage * 8, phase)
@@ -47,9 +51,12 @@ class Producer(MmaTile):
             page = next_page
 
     @cute.jit
-    def look_up(self, block_table, table_row, num_pages, key_end, key):
-        """Page of a key; past the chunk's end an index that is out of bounds, which loads zeros."""
+    def look_up(self, block_table, table_row, num_pages, first_key, key_end, key):
+        """Page of a box's first key; past the chunk's end, or before the window, one out of bounds, which loads zeros."""
         page = Int32(num_pages)
-        if key < key_end:
+        wanted = key < key_end
+        if cutlass.const_expr(self.config.window):
+            wanted = wanted & (key + self.box[1] > first_key)
+        if wanted:
             page = load_i32(block_table, table_row + key // self.config.page_size)
         return page

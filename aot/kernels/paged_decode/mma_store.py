@@ -7,6 +7,7 @@ from cutlass import Float32, Int64, cute
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import store_f32
+from cubinery.aot.kernels.paged_decode.mma_mask import Mask
 from cubinery.aot.kernels.paged_decode.mma_tile import (
     CONSUMER_BARRIER,
     LOG2E,
@@ -17,10 +18,16 @@ from cubinery.aot.kernels.paged_decode.mma_tile import (
     ROW_STATS,
     MmaTile,
 )
+from cubinery.runtime.arch import Arch
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
 
 class Epilogue(MmaTile):
     """What the computing warps do after their last stage."""
+
+    def __init__(self, config: DecodeConfig, arch: Arch) -> None:
+        super().__init__(config, arch)
+        self.mask = Mask(config, arch)
 
     @cute.jit
     def merge(self, smem, lane, key_group, col_group, row, exp_scale, o, m, l):
@@ -51,11 +58,15 @@ class Epilogue(MmaTile):
         return smem + ROW_STATS + (key_group * self.config.row_tile + row) * 8
 
     @cute.jit
-    def finish_rows(self, smem, tidx, score_scale, scale_o, is_split):
-        """One thread a row: total its slices into an output factor and the LSE, or the partial m and l."""
+    def finish_rows(self, smem, tidx, score_scale, softcap, num_live, scale_o, is_split):
+        """One thread a row: total its slices into an output factor and the LSE, or the partial m and l.
+
+        Rows from `num_live` on hold no query: they see nothing.
+        """
         c = self.config
         if tidx < c.row_tile:
-            natural = self.at_least_tiny(score_scale * ptx.load_shared_f32(smem + ROW_SCALE + tidx * 4))
+            natural = score_scale * ptx.load_shared_f32(smem + ROW_SCALE + tidx * 4)
+            natural = self.at_least_tiny(softcap if cutlass.const_expr(c.softcap) else natural)
             peak = Float32(NEG_INF)
             for k in cutlass.range_constexpr(c.key_warps):
                 peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, tidx)))
@@ -68,9 +79,15 @@ class Epilogue(MmaTile):
             total = total * 2.0**-self.p_log2_scale
             factor = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0 ** (self.format.v_log2 - self.p_log2_scale)
             first = natural * peak
+            if cutlass.const_expr(c.q_lens):
+                first = cutlass.select_(tidx < num_live, first, Float32(NEG_INF))
+                total = cutlass.select_(tidx < num_live, total, Float32(0.0))
+            if cutlass.const_expr(c.sinks):
+                first, total, shrink = self.mask.add_sink(smem, tidx, first, total)
+                factor = factor * shrink
             if not is_split:
                 factor = cutlass.select_(total == 0.0, Float32(0.0), factor * scale_o / total)
-                first = cutlass.select_(total == 0.0, Float32(NEG_INF), natural * base + cute.math.log(total))
+                first = cutlass.select_(total == 0.0, Float32(NEG_INF), first + cute.math.log(total))
             ptx.store_shared_f32x2(smem + ROW_RESULT + tidx * 8, (factor, first))
             ptx.store_shared_f32(smem + ROW_SCALE + tidx * 4, total)
 

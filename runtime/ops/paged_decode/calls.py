@@ -32,7 +32,7 @@ class Call:
         self.addresses: tuple[int | None, ...] = ()
         """Of Q, K, V, the block table, O and LSE."""
         self.others: list[tuple[Any, int | None]] = []
-        """Descales and the workspace, where they are tensors."""
+        """Descales, workspace, sinks and q_lens, where they are tensors."""
         self.key: tuple[Any, ...] = ()
         self.table_keys = 0
         """Keys that a row of the block table has room for."""
@@ -57,7 +57,7 @@ class Call:
         self._held = [(weakref.ref(x, gone), x.data_ptr()) if hasattr(x, "data_ptr") else (x, None) for x in given]
         pointers = [pointer for _, pointer in self._held]
         self.addresses = (*pointers[:4], *pointers[7:9])
-        self.others = [held for held in (*self._held[4:7], self._held[9]) if held[1] is not None]
+        self.others = [held for held in (*self._held[4:7], *self._held[9:]) if held[1] is not None]
         recent[key] = self
 
     def same(self, given: tuple[Any, ...]) -> list[bool]:

@@ -53,6 +53,15 @@ class DecodeConfig(KernelConfig):
     row_tile: int = axis("t", choices=(16, 32, 64, 128), default=16, doc="packed query rows of one CTA")
     ctas_per_sm: int = axis("cps", choices=(1, 2), default=2, doc="CTAs that must fit one SM")
     pdl: bool = axis("pdl", choices=(True, False), default=False, doc="programmatic dependent launch")
+    window: bool = axis("win", choices=(True, False), default=False, doc="token i sees so many keys up to its last")
+    sinks: bool = axis("sink", choices=(True, False), default=False, doc="a logit a head in the softmax sum alone")
+    softcap: bool = axis("cap", choices=(True, False), default=False, doc="scores are cap * tanh(score / cap)")
+    q_lens: bool = axis("ql", choices=(True, False), default=False, doc="a sequence brings q_len tokens or fewer")
+
+    def check(self) -> None:
+        """A window ends at each token's own key, so it takes a causal mask. Raises ConfigError."""
+        if self.window and not self.causal:
+            raise ConfigError("paged_decode.mma: window = True with causal = False: expected causal = True")
 
     def canonical(self) -> Self:
         """Without a causal mask the kernel does not depend on q_len, and with one token there is no mask."""

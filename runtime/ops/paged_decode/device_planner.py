@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS
+from cubinery.runtime.ops.paged_decode.windows import Window
 
 Tensor = Any
 
@@ -33,8 +34,9 @@ class DevicePlanner:
     """Writes the arrays of one plan. Constants are made once, outside of any capture."""
 
     def __init__(
-        self, arrays: Tensor, *, num_work: int, num_seqs: int, max_length: int, max_splits: int, min_chunk_tiles: int
-    ) -> None:
+        self, arrays: Tensor, *, num_work: int, num_seqs: int, max_length: int, max_splits: int,
+        min_chunk_tiles: int, window: Window,
+    ) -> None:  # fmt: skip
         """`arrays` is the plan's int32 memory: work (num_work, 4), splits (num_seqs, 2), lengths (num_seqs,), ...
 
         Lengths above `max_length` are cut to it: a kernel must not look beyond what the block table holds.
@@ -44,6 +46,7 @@ class DevicePlanner:
         self._work = arrays[:split_at].view(num_work, 4)
         self._splits = arrays[split_at:lengths_at].view(num_seqs, 2)
         self._lengths = arrays[lengths_at : lengths_at + num_seqs]
+        self._window = window
         self.max_length, self._max_splits, self._min_chunk_tiles = max_length, max_splits, min_chunk_tiles
         longest = max(1, -(-max_length // TILE_KEYS))
         self._chunks = arrays.new_tensor(chunk_candidates(longest, min_chunk_tiles)).long()
@@ -53,7 +56,8 @@ class DevicePlanner:
     def write(self, seq_lens: Tensor) -> None:
         """Plan for these lengths, integers (num_seqs,) on the device of the arrays, on the current stream."""
         lengths = seq_lens.long().clamp(0, self.max_length)
-        tiles = ((lengths + (TILE_KEYS - 1)) // TILE_KEYS).clamp(min=1)
+        starts = self._window.first_tiles(lengths) if self._window.keys else lengths * 0
+        tiles = ((lengths + (TILE_KEYS - 1)) // TILE_KEYS - starts).clamp(min=1)
         counts = self._counts(tiles)
         base = tiles // counts
         extra = tiles - base * counts
@@ -67,7 +71,7 @@ class DevicePlanner:
         seq = self._index.new_zeros(self._index.shape).scatter(0, first, self._ones).cumsum(0) - 1
         valid = self._index < ends[-1]
         index = self._index - first[seq]
-        begin = index * base[seq] + index.minimum(extra[seq])
+        begin = index * base[seq] + index.minimum(extra[seq]) + starts[seq]
         size = base[seq] + (index < extra[seq])
         begin_key = begin * TILE_KEYS
         end_key = ((begin + size) * TILE_KEYS).minimum(lengths[seq])

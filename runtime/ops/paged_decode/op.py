@@ -17,6 +17,7 @@ from cubinery.runtime.arch import resolve, served_by
 from cubinery.runtime.errors import PlanError
 from cubinery.runtime.kernel import Kernel
 from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, host_lengths
@@ -43,6 +44,10 @@ class PagedDecode:
         q_len: int = 1,
         causal: bool = True,
         q_dtype: str = "bf16",
+        window: int | None = None,
+        sinks: bool = False,
+        softcap: float | None = None,
+        q_lens: bool = False,
         impl: str | None = None,
         row_tile: int | None = None,
         ctas_per_sm: int | None = None,
@@ -51,8 +56,13 @@ class PagedDecode:
     ) -> None:
         """`q_len` new tokens a sequence; `impl`, `row_tile` and `ctas_per_sm` override the selector.
 
+        `window`: how many keys a token sees, its own included (None: all); causal alone.
+        `sinks`: `Plan.run` takes a logit for each query head, which joins the softmax sum and the LSE.
+        `softcap`: scores become softcap * tanh(score / softcap).
+        `q_lens`: `Plan.run` takes each sequence's number of new tokens, at most `q_len`.
+
         `device` is an index or a torch device, the current one by default. Raises ConfigError where no
-        kernel serves the problem, ArchError where the library holds nothing for the device.
+        kernel serves the problem, ArgumentError on a window or soft-cap out of range, ArchError where the library holds nothing for the device.
         """
         self.library = library
         self.device = device_index(library, device)
@@ -62,6 +72,8 @@ class PagedDecode:
         self.arch = resolve(served_by(self.info.compute_capability)[0])
         self.head_dim, self.page_size, self.kv_format = head_dim, page_size, kv_format
         self.q_len, self.causal, self.q_dtype = q_len, causal, q_dtype
+        self.window, self.softcap = tensors.window(window), tensors.softcap(softcap)
+        self.sinks, self.q_lens = sinks, q_lens
         self._choices: dict[str, Any] = {"impl": impl, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm, "pdl": pdl}
         self._configs: dict[int, DecodeConfig] = {}
         self._kernels: dict[tuple[int, bool], Kernel] = {}
@@ -77,7 +89,8 @@ class PagedDecode:
     def _select(self, group_size: int) -> DecodeConfig:
         problem = Problem(
             head_dim=self.head_dim, page_size=self.page_size, kv_format=self.kv_format, group_size=group_size,
-            q_len=self.q_len, causal=self.causal, q_dtype=self.q_dtype,
+            q_len=self.q_len, causal=self.causal, q_dtype=self.q_dtype, window=self.window is not None,
+            sinks=self.sinks, softcap=self.softcap is not None, q_lens=self.q_lens,
         )  # fmt: skip
         return select(problem, self.arch, **self._choices)
 

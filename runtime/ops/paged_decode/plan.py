@@ -16,8 +16,9 @@ from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.calls import Call, Recent
 from cubinery.runtime.ops.paged_decode.config import REDUCE_WARPS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
-from cubinery.runtime.ops.paged_decode.planner import DEFAULT_MAX_SPLITS, SplitPlan, host_lengths, plan_splits
+from cubinery.runtime.ops.paged_decode.planner import DEFAULT_MAX_SPLITS, SplitPlan, host_lengths
 from cubinery.runtime.ops.paged_decode.streams import Upload, current_stream, on_stream, raw_stream
+from cubinery.runtime.ops.paged_decode.windows import Window, plan_visible
 
 if TYPE_CHECKING:
     from cubinery.runtime.ops.paged_decode.op import PagedDecode
@@ -52,7 +53,8 @@ class Plan:
             len(lengths), decode.q_len, num_q_heads, num_kv_heads, decode.head_dim, decode.page_size,
             decode.kv_format, decode.q_dtype, decode.torch_device,
         )  # fmt: skip
-        self.splits: SplitPlan = plan_splits(lengths, checked=True, **options)
+        self._window = Window(decode.window or 0, config.q_len)
+        self.splits: SplitPlan = plan_visible(lengths, self._window, **options)
         # A list no longer than the batch has no room for a second item of any sequence.
         self._reduces = options["max_splits"] != 1 and self.num_work > self.num_seqs
         self._fixed = options["pad_to"] > 0
@@ -90,6 +92,10 @@ class Plan:
             "n_q": self.shape.n_q,
             "group_size": group,
         }
+        if decode.window is not None:
+            self._constants["window"] = decode.window
+        if decode.softcap is not None:
+            self._constants["softcap"] = decode.softcap
 
     def __repr__(self) -> str:
         return (
@@ -139,7 +145,7 @@ class Plan:
         lengths = host_lengths(seq_lens)
         if len(lengths) != self.num_seqs:
             raise PlanError(f"seq_lens has {len(lengths)} sequences: expected {self.num_seqs}, as this plan was made")
-        splits = plan_splits(lengths, checked=True, **self._options)
+        splits = plan_visible(lengths, self._window, **self._options)
         longest = int(lengths.max())
         short = {key for key, call in self._calls.items() if call.table_keys < longest}
         if short and self._fixed:
@@ -198,6 +204,7 @@ class Plan:
             max_length=int(self._lengths.max()),
             max_splits=options["max_splits"] or DEFAULT_MAX_SPLITS[options["policy"]],
             min_chunk_tiles=options["min_chunk_tiles"],
+            window=self._window,
         )
 
     @property
@@ -228,6 +235,8 @@ class Plan:
         workspace: torch.Tensor | None = None,
         stream: Any = None,
         check_block_table: bool = False,
+        sinks: torch.Tensor | None = None,
+        q_lens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the step for one layer; returns (out, lse).
 
@@ -238,8 +247,8 @@ class Plan:
           layout (see `layouts.kv_views`), strides in multiples of 16 bytes. fp8 caches are float8_e4m3fn or
           uint8 codes; formats below 8 bits are uint8 with packed rows, head_dim * bits / 8 bytes (see
           `formats.pack`), and 6-bit ones have strides in multiples of 48 bytes.
-        - `block_table`: int32 (num_seqs, max_blocks). Entries at and past a sequence's end are never read.
-          `check_block_table` checks all others on the host, which waits for the device.
+        - `block_table`: int32 (num_seqs, max_blocks). Entries at and past a sequence's end are never read, nor are
+          those before its window; `check_block_table` checks all others on the host, which waits for the device.
         - descales: None (1), a number, or fp32 tensors of 1 element, (num_kv_heads,) or (num_seqs,
           num_kv_heads). `q_descale * k_descale * softmax_scale` (1 / sqrt(head_dim) by default) scales the
           scores and must be positive; `v_descale * out_scale` scales the output.
@@ -247,16 +256,21 @@ class Plan:
         - `workspace`: at least `workspace_bytes()` on 16 bytes; the plan keeps one of its own if None. Runs
           that may overlap need one each.
         - `stream`: a torch stream or a raw handle, the current stream by default.
+        - `sinks`: fp32 (num_q_heads,), natural logits that join the softmax sum of every row of their head, and so
+          the LSE; they have no value and are not capped. Taken where PagedDecode has sinks=True.
+        - `q_lens`: int32 (num_seqs,) on the device, new tokens of each sequence, 0 to q_len (others are cut to
+          that); they are the first tokens of its q_len in `q`, and a causal token i sees keys up to
+          seq_len - q_lens + i. Rows of the others give 0 and -inf. Taken where PagedDecode has q_lens=True.
 
         With `out`, `lse` and `workspace` given it allocates, copies and waits for nothing. Rows that see no
-        key give 0 and -inf. Raises ArgumentError before anything is launched.
+        key give 0, and an LSE of -inf or their sink. Raises ArgumentError before anything is launched.
         """
         raw = self._current() if stream is None else raw_stream(self.decode.torch_device, stream)
         # The launches of an earlier run with these very objects need no second look: the table holds an entry
         # only while all its tensors live, so equal ids mean the same tensors.
         key = (
             id(q), id(k_cache), id(v_cache), id(block_table), id(q_descale), id(k_descale), id(v_descale),
-            id(out), id(lse), id(workspace), softmax_scale, out_scale,
+            id(out), id(lse), id(workspace), id(sinks), id(q_lens), softmax_scale, out_scale,
         )  # fmt: skip
         try:
             call = None if check_block_table else self._recent.get(key)
@@ -273,7 +287,9 @@ class Plan:
             )
             or (call.others and call.moved())
         ):  # fmt: skip
-            given = (q, k_cache, v_cache, block_table, q_descale, k_descale, v_descale, out, lse, workspace)
+            given = (
+                q, k_cache, v_cache, block_table, q_descale, k_descale, v_descale, out, lse, workspace, sinks, q_lens,
+            )  # fmt: skip
             call, out, lse = self._bind(given, (softmax_scale, out_scale), raw, check_block_table)
         if raw != self._ordered:
             self._order(raw)
@@ -289,7 +305,7 @@ class Plan:
         self, given: tuple[Any, ...], scales: tuple[Any, ...], raw: int, check_block_table: bool
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """Check every argument that changed, allocate what was not given, and pack the launches."""
-        q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace = given
+        q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace, sinks, q_lens = given
         shape, device = self.shape, self.decode.torch_device
         dense = all(isinstance(x, torch.Tensor) and x.layout == torch.strided for x in (k, v))
         where = (k.data_ptr(), v.data_ptr()) if dense else None
@@ -318,6 +334,10 @@ class Plan:
             values |= tensors.lse(lse, shape)
         if not same[9]:
             values |= self._partials(workspace, raw)
+        if not same[10]:
+            values |= tensors.sinks(sinks, shape, wanted=self.config.sinks)
+        if not same[11]:
+            values |= tensors.q_lens(q_lens, shape, wanted=self.config.q_lens)
         if out is None or lse is None:
             with on_stream(device, raw):
                 if out is None:
@@ -337,7 +357,7 @@ class Plan:
             except BaseException:
                 self._forget(where)  # it may be half changed
                 raise
-        call.remember((q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace), scales, self._recent)
+        call.remember((*given[:7], out, lse, *given[9:]), scales, self._recent)
         call.table_keys = table.shape[1] * shape.page_size
         return call, out, lse
 
@@ -387,7 +407,10 @@ class Plan:
         with on_stream(self.decode.torch_device, raw):
             entries = table.cpu().numpy()
             lengths = self._upload.tensor[first : first + self.num_seqs].cpu().numpy()
-        used = np.arange(entries.shape[1]) * self.shape.page_size < lengths[:, None]
+        first_keys = np.arange(entries.shape[1]) * self.shape.page_size
+        used = first_keys < lengths[:, None]
+        if self._window.keys:
+            used &= first_keys + self.shape.page_size > self._window.first_keys(lengths)[:, None]
         bad = np.argwhere(used & ((entries < 0) | (entries >= num_pages)))
         if len(bad):
             seq, column = (int(i) for i in bad[0])

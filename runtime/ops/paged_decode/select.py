@@ -40,6 +40,14 @@ class Problem:
     """New tokens of each sequence."""
     causal: bool = True
     q_dtype: str = "bf16"
+    window: bool = False
+    """Each token sees a number of keys up to its own, which a launch says."""
+    sinks: bool = False
+    """Each query head has a logit that joins the softmax sum."""
+    softcap: bool = False
+    """Scores are capped, at a value that a launch says."""
+    q_lens: bool = False
+    """Sequences may bring fewer new tokens than `q_len`."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "q_len"):
@@ -89,6 +97,10 @@ def select(
         row_tile=tiles[0],
         ctas_per_sm=2 if ctas_per_sm is None else ctas_per_sm,
         pdl=pdl,
+        window=problem.window,
+        sinks=problem.sinks,
+        softcap=problem.softcap,
+        q_lens=problem.q_lens,
     ).canonical()
     for tile, ctas in itertools.product(tiles, (2, 1) if ctas_per_sm is None else (ctas_per_sm,)):
         config = replace(config, row_tile=tile, ctas_per_sm=ctas)

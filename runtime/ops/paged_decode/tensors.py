@@ -13,6 +13,7 @@ from typing import Any
 
 from cubinery.runtime.errors import ArgumentError
 from cubinery.runtime.ops.paged_decode.config import KV_BITS
+from cubinery.runtime.ops.paged_decode.windows import MAX_WINDOW
 
 Tensor = Any
 Values = dict[str, int | float]
@@ -23,6 +24,9 @@ ALIGNMENT = 16
 
 SMALLEST_SCALE = 2.0**-126
 """Smallest normal fp32: a scale that vanished would turn masked scores, minus infinity times it, into NaN."""
+
+SMALLEST_SOFTCAP = 1e-3
+"""Scores are divided by it before tanh; no model comes near."""
 
 E4M3_DTYPES = ("torch.float8_e4m3fn", "torch.uint8")
 """uint8 holds e4m3 codes, as serving engines allocate them."""
@@ -227,6 +231,59 @@ def lse(tensor: Tensor, shape: Shape) -> Values:
         raise ArgumentError(f"lse has strides {tuple(tensor.stride())}: expected a contiguous tensor")
     address("lse", tensor.data_ptr(), 4)
     return {"lse": tensor.data_ptr()}
+
+
+def sinks(tensor: Tensor | None, shape: Shape, *, wanted: bool) -> Values:
+    """fp32 (num_q_heads,), contiguous: natural logits; given where the decode was made for them, and only there."""
+    if not _given("sinks", tensor, wanted):
+        return {}
+    common("sinks", tensor, shape.device, "torch.float32")
+    if tuple(tensor.shape) != (shape.num_q_heads,) or not tensor.is_contiguous():
+        raise ArgumentError(
+            f"sinks has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}: expected a contiguous "
+            f"({shape.num_q_heads},), one logit for each query head"
+        )
+    address("sinks", tensor.data_ptr(), 4)
+    return {"sinks": tensor.data_ptr()}
+
+
+def q_lens(tensor: Tensor | None, shape: Shape, *, wanted: bool) -> Values:
+    """int32 (num_seqs,), contiguous; the kernel cuts values to 0 to q_len."""
+    if not _given("q_lens", tensor, wanted):
+        return {}
+    common("q_lens", tensor, shape.device, "torch.int32")
+    if tuple(tensor.shape) != (shape.num_seqs,) or not tensor.is_contiguous():
+        raise ArgumentError(
+            f"q_lens has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}: expected a contiguous "
+            f"({shape.num_seqs},), the new tokens of each sequence"
+        )
+    address("q_lens", tensor.data_ptr(), 4)
+    return {"q_lens": tensor.data_ptr()}
+
+
+def _given(name: str, tensor: Tensor | None, wanted: bool) -> bool:
+    if wanted and tensor is None:
+        raise ArgumentError(f"{name} = None: expected a tensor, as PagedDecode was made with {name}=True")
+    if tensor is not None and not wanted:
+        raise ArgumentError(f"{name} is given: expected None, as PagedDecode was made without {name}=True")
+    return wanted
+
+
+def window(keys: Any) -> int | None:
+    """A window's size: None, or an integer that the kernel can subtract from lengths."""
+    if keys is not None and (type(keys) is not int or not 1 <= keys <= MAX_WINDOW):
+        raise ArgumentError(f"window = {keys!r}: expected None or an integer of 1 to {MAX_WINDOW} keys")
+    return None if keys is None else int(keys)
+
+
+def softcap(cap: Any) -> float | None:
+    """Where scores are capped: None, or a number large enough for the kernel's fp32 to divide by."""
+    if cap is None:
+        return None
+    cap = number("softcap", cap, positive=True)
+    if cap < SMALLEST_SOFTCAP:
+        raise ArgumentError(f"softcap = {cap:g}: expected at least {SMALLEST_SOFTCAP:g}")
+    return cap
 
 
 def workspace(tensor: Tensor, device: Any, needed: int) -> int:
