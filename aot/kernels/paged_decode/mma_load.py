@@ -52,7 +52,7 @@ class Producer(MmaTile):
 
     @cute.jit
     def look_up(self, block_table, table_row, num_pages, first_key, key_end, key):
-        """Page of a box's first key; past the chunk's end, or before the window, one out of bounds, which loads zeros."""
+        """Page of a box by its first key; past the chunk or before the window one out of bounds, which loads zeros."""
         page = Int32(num_pages)
         wanted = key < key_end
         if cutlass.const_expr(self.config.window):

@@ -85,7 +85,7 @@ class Mask(MmaTile):
     # -- scores --------------------------------------------------------------------------------
 
     def cap_scales(self, scales, softcap):
-        """Factors from raw scores to the exponent of 2 that `cap` takes, per row; `scales` lead to that of a softmax."""
+        """Factors from raw scores to the exponent of 2 in `cap`, per row, from those to the exponent in a softmax."""
         return [2.0 * scale / softcap for scale in scales]
 
     def cap(self, tile, cap_scales):

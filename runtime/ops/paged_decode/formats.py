@@ -132,4 +132,4 @@ def _interleave(parts: list[Array]) -> Array:
         import torch
 
         stacked = torch.stack(parts, dim=-1)
-    return stacked.reshape(*parts[0].shape[:-1], -1)
+    return stacked.reshape(*parts[0].shape[:-1], parts[0].shape[-1] * len(parts))

@@ -61,8 +61,9 @@ class PagedDecode:
         `softcap`: scores become softcap * tanh(score / softcap).
         `q_lens`: `Plan.run` takes each sequence's number of new tokens, at most `q_len`.
 
-        `device` is an index or a torch device, the current one by default. Raises ConfigError where no
-        kernel serves the problem, ArgumentError on a window or soft-cap out of range, ArchError where the library holds nothing for the device.
+        `device` is an index or a torch device, the current one by default. Raises ConfigError where no kernel serves
+        the problem, ArgumentError on a window or soft-cap out of range, ArchError where the library holds nothing for
+        the device.
         """
         self.library = library
         self.device = device_index(library, device)

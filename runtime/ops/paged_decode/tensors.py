@@ -235,7 +235,8 @@ def lse(tensor: Tensor, shape: Shape) -> Values:
 
 def sinks(tensor: Tensor | None, shape: Shape, *, wanted: bool) -> Values:
     """fp32 (num_q_heads,), contiguous: natural logits; given where the decode was made for them, and only there."""
-    if not _given("sinks", tensor, wanted):
+    _wanted("sinks", tensor, wanted)
+    if tensor is None:
         return {}
     common("sinks", tensor, shape.device, "torch.float32")
     if tuple(tensor.shape) != (shape.num_q_heads,) or not tensor.is_contiguous():
@@ -249,7 +250,8 @@ def sinks(tensor: Tensor | None, shape: Shape, *, wanted: bool) -> Values:
 
 def q_lens(tensor: Tensor | None, shape: Shape, *, wanted: bool) -> Values:
     """int32 (num_seqs,), contiguous; the kernel cuts values to 0 to q_len."""
-    if not _given("q_lens", tensor, wanted):
+    _wanted("q_lens", tensor, wanted)
+    if tensor is None:
         return {}
     common("q_lens", tensor, shape.device, "torch.int32")
     if tuple(tensor.shape) != (shape.num_seqs,) or not tensor.is_contiguous():
@@ -261,12 +263,11 @@ def q_lens(tensor: Tensor | None, shape: Shape, *, wanted: bool) -> Values:
     return {"q_lens": tensor.data_ptr()}
 
 
-def _given(name: str, tensor: Tensor | None, wanted: bool) -> bool:
+def _wanted(name: str, tensor: Tensor | None, wanted: bool) -> None:
     if wanted and tensor is None:
         raise ArgumentError(f"{name} = None: expected a tensor, as PagedDecode was made with {name}=True")
     if tensor is not None and not wanted:
         raise ArgumentError(f"{name} is given: expected None, as PagedDecode was made without {name}=True")
-    return wanted
 
 
 def window(keys: Any) -> int | None:
@@ -280,10 +281,10 @@ def softcap(cap: Any) -> float | None:
     """Where scores are capped: None, or a number large enough for the kernel's fp32 to divide by."""
     if cap is None:
         return None
-    cap = number("softcap", cap, positive=True)
-    if cap < SMALLEST_SOFTCAP:
-        raise ArgumentError(f"softcap = {cap:g}: expected at least {SMALLEST_SOFTCAP:g}")
-    return cap
+    found = number("softcap", cap, positive=True)
+    if found < SMALLEST_SOFTCAP:
+        raise ArgumentError(f"softcap = {found:g}: expected at least {SMALLEST_SOFTCAP:g}")
+    return found
 
 
 def workspace(tensor: Tensor, device: Any, needed: int) -> int:

@@ -26,6 +26,17 @@ CONFIGS = {
     "q_lens": DecodeConfig(**BASE, q_len=4, q_lens=True),
     "q_lens1": DecodeConfig(**BASE, q_lens=True),
     "all": DecodeConfig(**BASE, q_len=4, window=True, sinks=True, softcap=True, q_lens=True),
+    "narrow": DecodeConfig(
+        head_dim=128,
+        page_size=32,
+        kv_format="e2m1",
+        q_dtype="e4m3",
+        q_len=2,
+        window=True,
+        sinks=True,
+        softcap=True,
+        q_lens=True,
+    ),
     "long": DecodeConfig(
         head_dim=256, page_size=64, kv_format="bf16", q_len=3, window=True, sinks=True, softcap=True, q_lens=True
     ),
@@ -42,18 +53,20 @@ def simulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def problem(config: DecodeConfig, lengths: list[int], group: int = 3) -> Problem:
     return Problem(
         lengths, np.random.default_rng(sum(lengths)), torch, h_q=2 * group, h_k=2, d=config.head_dim,
-        page_size=config.page_size, q_len=config.q_len, kv_format=config.kv_format,
+        page_size=config.page_size, q_len=config.q_len, kv_format=config.kv_format, q_dtype=config.q_dtype,
     )  # fmt: skip
 
 
 def forget_before(p: Problem, window: int, q_lens: list[int] | None = None) -> None:
-    """Pages wholly before the window hold NaN, and so do their entries of the block table: nobody may look."""
+    """Nobody may look before the window: pages hold NaN there (where there is one), and the block table garbage."""
     for seq, length in enumerate(p.lengths):
         tokens = p.q_len if q_lens is None else q_lens[seq]
         gone = max(0, length - tokens + 1 - window) // p.page_size
         for page in p.table[seq, :gone].tolist():
             for cache in (p.k, p.v):
-                cache[page] = torch.full(cache.shape[1:], math.nan).to(cache.dtype)
+                cache[page] = (
+                    255 if cache.dtype == torch.uint8 else torch.full(cache.shape[1:], math.nan).to(cache.dtype)
+                )
         p.table[seq, :gone] = 2**31 - 1
 
 
@@ -130,7 +143,7 @@ def test_fewer_tokens_without_a_causal_mask(simulated: Simulated) -> None:
     simulated.check(config, one, q_lens=torch.tensor([1, 0, 1], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("name", ["all", "long"])
+@pytest.mark.parametrize("name", ["all", "long", "narrow"])
 @pytest.mark.parametrize(("window", "force_splits"), [(1, 1), (140, 2), (5000, 3)])
 def test_all_at_once(simulated: Simulated, name: str, window: int, force_splits: int) -> None:
     config = CONFIGS[name]
