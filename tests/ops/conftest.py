@@ -24,6 +24,8 @@ def make_decode(tmp_path: Path) -> Callable[..., tuple[PagedDecode, FakeDriver]]
         driver = FakeDriver(archs)
         problem = {"head_dim": 128, "page_size": 16, "kv_format": "fp8"} | options
         domain = {name: [value] for name, value in problem.items() if name in DOMAIN_AXES}
+        # A kernel has a window or a cap, a launch says which.
+        domain |= {name: [problem[name] is not None] for name in ("window", "softcap") if name in problem}
         for arch in dict.fromkeys(archs):
             found = list(outcomes(domain | {"group_size": list(group_sizes)}, arch))
             needed = {c.key(arch): c for config in found for c in (config, *config.requires())}

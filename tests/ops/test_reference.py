@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -72,6 +73,37 @@ def test_against_the_definition(q_len: int, causal: bool) -> None:
         v_descale=vd, softmax_scale=0.3, out_scale=1.5,
     )  # fmt: skip
     assert np.array_equal(four[0].reshape(q.shape), got[0])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 20, 100])
+@pytest.mark.parametrize("with_sinks", [True, False])
+def test_the_axes_against_the_definition(window: int | None, with_sinks: bool) -> None:
+    """A loop over rows and keys, with all axes at once; nothing before the window is read."""
+    lengths, q_lens, cap = [40, 0, 17, 2, 33], [3, 2, 0, 3, 1], 0.7
+    q, k, v, table = problem(lengths, q_len=3)
+    sinks = RNG.standard_normal(6) if with_sinks else None
+    o, lse = np.zeros((5, 3, 6, 16)), np.full((5, 2, 3, 3), -math.inf)
+    for b, (length, new) in enumerate(zip(lengths, q_lens, strict=True)):
+        for i, h in itertools.product(range(new), range(6)):
+            last = length - new + i
+            seen = [j for j in range(length) if j <= last and (window is None or j > last - window)]
+            weights = []
+            for j in seen:
+                score = 0.3 * float(q[b * 3 + i, h] @ k[table[b, j // 16], j % 16, h // 3])
+                weights.append(math.exp(cap * math.tanh(score / cap)))
+            total = sum(weights) + (0.0 if sinks is None else math.exp(sinks[h]))
+            if total:
+                lse[b, h // 3, i, h % 3] = math.log(total)
+                for j, w in zip(seen, weights, strict=True):
+                    o[b, i, h] += w / total * v[table[b, j // 16], j % 16, h // 3]
+    if window is not None:
+        for b, (length, new) in enumerate(zip(lengths, q_lens, strict=True)):
+            table[b, : max(0, length - new + 1 - window) // 16] = -5
+    got = paged_attention(
+        q, k, v, table, lengths, q_len=3, softmax_scale=0.3, window=window, sinks=sinks, softcap=cap, q_lens=q_lens
+    )
+    assert np.allclose(got[0], o.reshape(q.shape), rtol=1e-12, atol=1e-14)
+    assert np.allclose(got[1], lse.reshape(5, 2, 9), rtol=1e-12, atol=1e-14)
 
 
 def test_uniform_scores_average() -> None:

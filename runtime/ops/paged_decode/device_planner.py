@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS
-from cubinery.runtime.ops.paged_decode.windows import Window
+from cubinery.runtime.ops.paged_decode.windows import EVERYTHING, Window
 
 Tensor = Any
 
@@ -35,7 +35,7 @@ class DevicePlanner:
 
     def __init__(
         self, arrays: Tensor, *, num_work: int, num_seqs: int, max_length: int, max_splits: int,
-        min_chunk_tiles: int, window: Window,
+        min_chunk_tiles: int, window: Window = EVERYTHING,
     ) -> None:  # fmt: skip
         """`arrays` is the plan's int32 memory: work (num_work, 4), splits (num_seqs, 2), lengths (num_seqs,), ...
 

@@ -37,6 +37,10 @@ class Window:
         return self.first_keys(lengths) // TILE_KEYS
 
 
+EVERYTHING = Window(0, 1)
+"""No window."""
+
+
 def plan_visible(lengths: Ints, window: Window, **options: Any) -> SplitPlan:
     """`plan_splits` of the tiles that any token sees; `lengths` comes from `host_lengths`."""
     if not window.keys:
