@@ -85,6 +85,26 @@ def test_the_grid_covers_every_row(make_writer: Make) -> None:
     assert [launch.grid[0] for launch in driver.launches] == [1, 1, 2, 125]  # 256 threads, 32 a token
 
 
+def test_a_repeated_call_differs_by_its_addresses(make_writer: Make) -> None:
+    """The second call of a kind is packed from the first; what it changes must arrive, and what is wrong must not."""
+    writer, driver = make_writer()
+    first = arguments(k_descale=torch.ones(2), v_descale=0.5)
+    second = arguments(k_descale=torch.ones(2), v_descale=0.5)
+    other = arguments(k_descale=torch.ones(2), v_descale=0.25)
+    for given in (first, second, other, first):
+        writer.append(**given)
+    for given, launch in zip((first, second, other, first), driver.launches, strict=True):
+        for name in ("k", "v", "k_cache", "v_cache", "slot_mapping", "k_descale"):
+            assert launch.values[name] == given[name].data_ptr()
+        assert (launch.values["v_descale"], launch.values["v_descale_value"]) == (0, given["v_descale"])
+    odd = torch.zeros(5 * 2 * 128 + 1, dtype=torch.bfloat16)[1:].view(5, 2, 128)
+    with pytest.raises(ArgumentError, match=r"k lies at address .*: expected a multiple of 16"):
+        writer.append(**(first | {"k": odd}))
+    with pytest.raises(ArgumentError, match="v_descale = True"):
+        writer.append(**(first | {"v_descale": True}))
+    assert len(driver.launches) == 4
+
+
 def test_nothing_to_append_launches_nothing(make_writer: Make) -> None:
     writer, driver = make_writer()
     writer.append(**arguments(tokens=0))
@@ -112,6 +132,7 @@ def test_rows_without_a_slot_are_allowed(make_writer: Make) -> None:
         ("fp8", {"k": torch.zeros(5, 2, 256).bfloat16()[..., ::2]}, "k has stride 2 along head_dim: expected 1"),
         ("fp8", {"k": torch.zeros(5, 2, 132).bfloat16()[..., :128]}, "stride of 264 bytes along head: expected a mul"),
         ("fp8", {"k": 3}, "k is a int: expected a torch tensor"),
+        ("fp8", {"v_descale": [1.0]}, "v_descale is a list: expected None, a number or a torch tensor"),
         ("fp8", {"k_cache": torch.zeros(4, 16, 2, 128)}, "k_cache has dtype torch.float32"),
         ("fp8", {"v_cache": torch.zeros(5, 16, 2, 128, dtype=torch.uint8)}, "v_cache has 5 pages of 16 rows: expected"),
         ("fp8", {"k_cache": torch.zeros(4, 16, 3, 128, dtype=torch.uint8)}, r"expected \(num_pages, page_size, 2, 128"),

@@ -147,8 +147,8 @@ def expect(config: AppendConfig, case: Case, given: Tensors, into: Tensors) -> N
     for name, cache, scale in zip("kv", caches, scales, strict=True):
         descale = values.get(f"{name}_descale")
         append_rows(
-            _bits(cache), values[name].float().numpy(), values["slot_mapping"].numpy(), config.kv_format,
-            None if descale is None else np.asarray(descale, np.float32), None if scale is None else _bits(scale),
+            bits(cache), values[name].float().numpy(), values["slot_mapping"].numpy(), config.kv_format,
+            None if descale is None else np.asarray(descale, np.float32), None if scale is None else bits(scale),
         )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def _buffers(config: AppendConfig, case: Case) -> list[tuple[str, int, Any]]:
     return [packed, ("scales", config.head_dim // NVFP4_BLOCK, code)] if config.kv_format == "nvfp4" else [packed]
 
 
-def _bits(tensor: Any) -> NDArray[Any]:
+def bits(tensor: Any) -> NDArray[Any]:
     """A CPU tensor's memory as unsigned integers of its element size."""
     import torch
 

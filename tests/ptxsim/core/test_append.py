@@ -32,6 +32,8 @@ pytest.importorskip("cutlass", reason="the compiler is not installed")
 torch: Any = pytest.importorskip("torch", reason="the operator needs torch")
 
 ARCHS = ("sm_90a", "sm_110a")
+READABLE = next(f for f in dataclasses.fields(DecodeConfig) if f.name == "kv_format").metadata["choices"]
+"""Formats that the decode reads."""
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +41,7 @@ def bundles(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The writers of the smoke spec, and the decodes that read what they write."""
     out = tmp_path_factory.mktemp("append")
     items = expand(load_specs([root / "kernel_specs" / "smoke.yaml"]), list(ARCHS))
-    wanted = [
-        item for item in items
-        if isinstance(item.config, AppendConfig)
-        or (isinstance(item.config, DecodeConfig) and item.config.head_dim == 128 and item.config.q_len == 1)
-        or item.key.endswith("-reduce-d128")
-    ]  # fmt: skip
+    wanted = [item for item in items if isinstance(item.config, AppendConfig)]
     wanted += expand(load_specs([_spec(out)]), list(ARCHS))
     report = build(list({item.key: item for item in wanted}.values()), BuildOptions(out=out / "kernels"))
     assert report.ok, [(row.key, row.error) for row in report.rows]
@@ -52,12 +49,12 @@ def bundles(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _spec(folder: Path) -> Path:
-    """Writers that the smoke spec does not have."""
+    """Writers that the smoke spec does not have, and a decode for each of their formats."""
     file = folder / "more.yaml"
-    file.write_text(
-        f"family: paged_decode\nimpl: append\nmatrix:\n  arch: [{', '.join(ARCHS)}]\n  head_dim: [128]\n"
-        "  kv_format: [bf16, fp8]\nemit: [ptx]\n"
-    )
+    lines = [f"  arch: [{', '.join(ARCHS)}]", "  head_dim: [128]", f"  kv_format: [{', '.join(READABLE)}]"]
+    heads = (["impl: append", "matrix:"], ["impl: mma", "matrix:", "  page_size: [16]"])
+    documents = ["\n".join(["family: paged_decode", *head, *lines, "emit: [ptx]"]) for head in heads]
+    file.write_text("\n---\n".join(documents) + "\n")
     return file
 
 
@@ -182,48 +179,48 @@ def test_nvfp4_blocks_of_every_size(simulator: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+@pytest.mark.parametrize("kv_format", READABLE)
 def test_what_is_appended_is_what_a_decode_reads(simulator: Callable[..., Any], arch: str, kv_format: str) -> None:
-    """A prompt in two appends, then one token a sequence; the decode equals the reference on the host's cache."""
+    """A prompt in two appends, in any order of rows; the decode equals the reference on the cache the host makes."""
     from cubinery.runtime.ops.paged_decode.append import CacheWriter
     from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
     driver, library = simulator(arch)
-    lengths = (150, 1, 77)
-    config = DecodeConfig(head_dim=128, page_size=16, kv_format=kv_format)
-    given = mma.decode_problem(config, 2, lengths)
-    for cache in (given["k_cache"], given["v_cache"]):
-        cache.zero_()
-    slots = np.concatenate(
-        [given["block_table"][i].numpy()[np.arange(n) // 16] * 16 + np.arange(n) % 16 for i, n in enumerate(lengths)]
-    )
-    order = np.random.default_rng(2).permutation(len(slots))
+    lengths, heads = (150, 1, 77), mma.NUM_KV_HEADS
+    given = mma.decode_problem(DecodeConfig(head_dim=128, page_size=16, kv_format=kv_format), 2, lengths)
+    caches = [given["k_cache"], given["v_cache"]]
+    blocks = {name: given[name] for name in ("k_scales", "v_scales") if name in given}  # nvfp4
+    for tensor in (*caches, *blocks.values()):
+        tensor.zero_()
     generator = torch.Generator().manual_seed(4)
-    rows = {name: torch.randn(len(slots), mma.NUM_KV_HEADS, 128, generator=generator).bfloat16() for name in "kv"}
-    scale = {name: torch.tensor([0.01, 0.02]) for name in "kv"} if kv_format == "fp8" else {}
-    placed = given | {f"new_{name}": row for name, row in rows.items()} | {f"scale_{n}": x for n, x in scale.items()}
-    placed["slots"] = torch.from_numpy(slots[order])
+    rows = [torch.randn(sum(lengths), heads, 128, generator=generator).bfloat16() for _ in "kv"]
+    scales = [None, None] if kv_format == "bf16" else [torch.tensor([0.4, 0.6]), torch.tensor([0.5, 0.3])]
+    if blocks:
+        scales = [torch.tensor([0.004]), torch.tensor([0.003])]
+    table = given["block_table"].numpy()
+    slots = np.concatenate([table[i][np.arange(n) // 16] * 16 + np.arange(n) % 16 for i, n in enumerate(lengths)])
+    order = torch.randperm(len(slots), generator=generator)
+    mapping = torch.from_numpy(slots)[order]
     with watching(driver):
-        driver.register_tensors(**placed)
+        driver.register_tensors(**given, mapping=mapping)
+        driver.register_tensors(**{f"scale{i}": scale for i, scale in enumerate(scales) if scale is not None})
         writer = CacheWriter(library, head_dim=128, kv_format=kv_format)
         for part in (slice(0, 200), slice(200, None)):
-            new = [rows[name][torch.from_numpy(order)][part] for name in "kv"]
-            writer.append(
-                *new, given["k_cache"], given["v_cache"], placed["slots"][part], scale.get("k"), scale.get("v")
-            )
-        plan = PagedDecode(library, head_dim=128, page_size=16, kv_format=kv_format).plan(
-            lengths, num_q_heads=2 * mma.NUM_KV_HEADS, num_kv_heads=mma.NUM_KV_HEADS
-        )
-        o, lse = plan.run(*(given[n] for n in ("q", "k_cache", "v_cache", "block_table")), None, *scale.values())
-    shape = tuple(given["k_cache"].shape)
-    expected = [np.zeros(shape, np.uint8 if kv_format == "fp8" else np.uint16) for _ in "kv"]
-    for name, cache in zip("kv", expected, strict=True):
-        append_rows(cache, rows[name].float().numpy(), slots, kv_format, scale[name].numpy() if scale else None)
-    if kv_format == "bf16":
-        expected = [(cache.astype(np.uint32) << 16).view(np.float32) for cache in expected]
+            writer.append(*(row[order][part] for row in rows), *caches, mapping[part], *scales, **blocks)
+        decode = PagedDecode(library, head_dim=128, page_size=16, kv_format=kv_format)
+        plan = decode.plan(lengths, num_q_heads=2 * heads, num_kv_heads=heads)
+        o, lse = plan.run(given["q"], *caches, given["block_table"], None, *scales, **blocks)
+    expected = [torch.zeros_like(cache) for cache in caches]
+    made = {name: torch.zeros_like(tensor) for name, tensor in blocks.items()}
+    for name, cache, row, scale in zip("kv", expected, rows, scales, strict=True):
+        append_rows(
+            append.bits(cache), row.float().numpy(), slots, kv_format, None if scale is None else scale.numpy(),
+            append.bits(made[f"{name}_scales"]) if made else None,
+        )  # fmt: skip
     found = paged_attention(
-        given["q"], *expected, given["block_table"], lengths, k_descale=scale.get("k"), v_descale=scale.get("v")
-    )
+        given["q"], *expected, given["block_table"], lengths, k_descale=scales[0], v_descale=scales[1],
+        kv_format=kv_format, **made,
+    )  # fmt: skip
     assert deviation(o.double().numpy(), lse.numpy(), *found).within(PAGED_DECODE["mma"])
 
 
