@@ -30,6 +30,8 @@ class Problem:
     k: Any = field(init=False)
     v: Any = field(init=False)
     table: Any = field(init=False)
+    scales: dict[str, Any] = field(init=False, default_factory=dict)
+    """Block scales of nvfp4, by their names in `Plan.run`."""
 
     def __post_init__(self) -> None:
         torch = self.torch
@@ -55,9 +57,20 @@ class Problem:
         self.k, self.v = kv_views(self.layout, *[torch.zeros(shape).to(dtype) for shape in shapes])
         self.k.copy_(stored[0].data)
         self.v.copy_(stored[1].data)
+        if self.kv_format == "nvfp4":
+            self.scales = {"k_scales": stored[0].block_scales, "v_scales": stored[1].block_scales}
         shape = (len(self.lengths) * self.q_len, self.h_q, self.d)
         q = torch.from_numpy(self.rng.standard_normal(shape).astype(np.float32))
         self.q = q.bfloat16() if self.q_dtype == "bf16" else q.to(torch.float8_e4m3fn)
+
+    def poison_tails(self) -> None:
+        """NaN past each sequence's end in its last page, also in block scales; bytes of 0x7F where there is none."""
+        for seq, length in enumerate(self.lengths):
+            if length % self.page_size:
+                page, row = int(self.table[seq, length // self.page_size]), length % self.page_size
+                for cache in (self.k, self.v, *self.scales.values()):
+                    tail = cache[page, row:]
+                    tail.copy_(self.torch.full_like(tail, float("nan") if tail.is_floating_point() else 0x7F))
 
     @property
     def heads(self) -> dict[str, int]:

@@ -40,7 +40,7 @@ class Simulated:
         causal = config.causal if causal is None else causal
         choices = {"row_tile": config.row_tile, "ctas_per_sm": config.ctas_per_sm, "pdl": config.pdl}
         with watching(self.driver):
-            given = {name: x for name, x in (("sinks", sinks), ("q_lens", q_lens)) if x is not None}
+            given = {name: x for name, x in (("sinks", sinks), ("q_lens", q_lens)) if x is not None} | p.scales
             self.driver.register_tensors(q=p.q, k=p.k, v=p.v, block_table=p.table, **given)
             call = PagedDecode(
                 self.library, head_dim=p.d, page_size=p.page_size, kv_format=p.kv_format, q_len=p.q_len,

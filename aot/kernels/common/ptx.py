@@ -138,6 +138,18 @@ def select_bytes(low: Uint32, high: Uint32, which: Sequence[int]) -> Uint32:
     )
 
 
+def select_bytes_by(low: Uint32, high: Uint32, selector: Int32) -> Uint32:
+    """`select_bytes` by a selector in a register: a nibble for each byte of the result, lowest first."""
+    return inline(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[low, high, selector]
+    )
+
+
+def multiply_f16x2(a: Uint32, b: Uint32) -> Uint32:
+    """The products of two f16x2 registers, subnormals included."""
+    return inline("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
 def exp2(x: Float32) -> Float32:
     """2**x, approximate (2 ulp), subnormals flushed to zero."""
     return inline("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
@@ -334,6 +346,22 @@ def mbarrier_wait(barrier: Int32, parity: Int32) -> None:
         "@!done bra WAIT; }",
         read_only_args=[barrier, parity],
     )
+
+
+def copy_to_shared(destination: Int32, source: Int64, nbytes: int, read: Int32) -> None:
+    """Start a copy of `nbytes` (4, 8 or 16, aligned) from global memory, of which only the first `read` are read.
+
+    The rest of the destination becomes zero.
+    """
+    inline(
+        f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {nbytes}, {{$r2}};",
+        read_only_args=[destination, source, read],
+    )
+
+
+def mbarrier_arrive_after_copies(barrier: Int32) -> None:
+    """One of the phase's expected arrivals, made when this thread's earlier `copy_to_shared` have landed."""
+    inline("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier])
 
 
 def prefetch_tensor_map(tensor_map: Any) -> None:

@@ -62,6 +62,13 @@ def optional_params(config: DecodeConfig) -> list[tuple[str, ParamKind]]:
     return [(name, kind) for name, kind in OPTIONAL_PARAMS.items() if getattr(config, name)]
 
 
+def scale_params(config: DecodeConfig) -> list[tuple[str, ParamKind]]:
+    """(name, kind) of the parameters that say where nvfp4's block scales are: of K, then of V."""
+    kinds: dict[str, ParamKind] = {"": "pointer", "_page_bytes": "i32", "_row_bytes": "i32", "_head_bytes": "i32"}
+    names = ("k_scales", "v_scales") if config.scale_bytes else ()
+    return [(name + suffix, kind) for name in names for suffix, kind in kinds.items()]
+
+
 def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
     params = pack_params(
         ("k_map", "tensor_map"),
@@ -98,6 +105,7 @@ def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
         ("scale_qs", "f32"),
         ("scale_o", "f32"),
         *optional_params(config),
+        *scale_params(config),
     )
     return KernelRecord(
         role="decode",

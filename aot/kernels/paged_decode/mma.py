@@ -31,7 +31,7 @@ from cutlass.experimental.cuda import tensor_map as tm
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import load_f32, load_i32
-from cubinery.aot.kernels.paged_decode.abi import optional_params
+from cubinery.aot.kernels.paged_decode.abi import optional_params, scale_params
 from cubinery.aot.kernels.paged_decode.mma_compute import Consumer
 from cubinery.aot.kernels.paged_decode.mma_load import Producer
 from cubinery.aot.kernels.paged_decode.mma_mask import Mask
@@ -88,6 +88,7 @@ class PagedDecodeMma(MmaTile):
         sinks: cute.Pointer | None,
         softcap: Float32 | None,
         q_lens: cute.Pointer | None,
+        scales: tuple[Any, ...] | None,
         stream: cuda.CUstream,
     ) -> None:
         """Fix the order and types of the kernel's parameters, and the attributes of its launch.
@@ -104,7 +105,7 @@ class PagedDecodeMma(MmaTile):
             tensor_map, tensor_map, q, block_table, seq_lens, work, q_descale, k_descale, v_descale,
             o, lse, o_partial, m_partial, l_partial, num_kv_heads, n_q, group_size, num_pages, block_table_stride,
             q_seq, q_token, q_head, o_seq, o_token, o_head, q_descale_seq, q_descale_head, k_descale_seq,
-            k_descale_head, v_descale_seq, v_descale_head, scale_qs, scale_o, window, sinks, softcap, q_lens,
+            k_descale_head, v_descale_seq, v_descale_head, scale_qs, scale_o, window, sinks, softcap, q_lens, scales,
         ).launch(
             grid=(1, 1, 1),
             block=(c.threads, 1, 1),
@@ -157,6 +158,7 @@ class PagedDecodeMma(MmaTile):
         sinks: cute.Pointer | None,
         softcap: Float32 | None,
         q_lens: cute.Pointer | None,
+        scales: tuple[Any, ...] | None,
     ) -> None:
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
@@ -170,7 +172,7 @@ class PagedDecodeMma(MmaTile):
             cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
             if lane < self.stages:
-                ptx.mbarrier_init(smem + FULL + lane * 8, 1)
+                ptx.mbarrier_init(smem + FULL + lane * 8, 33 if c.scale_bytes else 1)  # scales: each lane
                 ptx.mbarrier_init(smem + EMPTY + lane * 8, c.consumer_warps)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -189,7 +191,7 @@ class PagedDecodeMma(MmaTile):
                         first_key = self.mask.first_key((load_i32(seq_lens, Int64(seq)), tokens, window))
                 self.producer.produce(
                     smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
-                    num_stages,
+                    num_stages, self.head_scales(scales, head),
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
@@ -234,6 +236,13 @@ class PagedDecodeMma(MmaTile):
                 part_base = o_partial.toint() + part_row * (c.head_dim * 4)
                 self.epilogue.store_o(smem, tidx, row0, n_q, group_size, is_split, o_base, o_token, o_head, part_base)
 
+    def head_scales(self, scales, head):
+        """What the producer must know of K's and of V's block scales; None where there are none."""
+        if scales is None:
+            return None
+        parts = (scales[0:4], scales[4:8])
+        return [(start.toint() + Int64(head) * step, page, row) for start, page, row, step in parts]
+
     def work_item(self, work, item):
         """(sequence, first key, end key, partial slot) as `SplitPlan.device_work` defines them."""
         return ptx.load_global_i32x4(work.toint() + Int64(item) * 16)
@@ -255,4 +264,6 @@ def entry(config: DecodeConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
     on = {name for name, _ in optional_params(config)}
     optional = {"window": Int32(1), "sinks": pointer(f32), "softcap": Float32(1.0), "q_lens": pointer(i32)}
     extras = [value if name in on else None for name, value in optional.items()]
-    return PagedDecodeMma(config, arch), (*map(pointer, pointers), *scalars, *extras, cuda.CUstream(0))
+    kinds = {"pointer": lambda: pointer(Uint8), "i32": lambda: Int32(1)}
+    scales = tuple(kinds[kind]() for _, kind in scale_params(config)) or None
+    return PagedDecodeMma(config, arch), (*map(pointer, pointers), *scalars, *extras, scales, cuda.CUstream(0))

@@ -99,8 +99,8 @@ class Consumer(MmaTile):
         g, quad = lane // 4, lane % 4
         q_address = smem + self.q_smem + (row_group * 16 + (i % 2) * 8 + r) * (c.head_dim * 2) + ((i // 2) ^ r) * 16
         slice_key = key_group * self.warp_keys
-        k_lane = smem + self.ring + self.format.k_lane(slice_key, lane)
-        v_lane = smem + self.ring + self.format.v_lane(slice_key, lane, col_group)
+        k_lane = self.format.k_lane(smem + self.ring, slice_key, lane)
+        v_lane = self.format.v_lane(smem + self.ring, slice_key, lane, col_group)
 
         row = row_group * 16 + g
         scales = [score_scale * LOG2E * ptx.load_shared_f32(smem + ROW_SCALE + (row + 8 * j) * 4) for j in (0, 1)]
@@ -161,7 +161,7 @@ class Consumer(MmaTile):
         stage, phase = self.advance(stage, phase)
         for step in cutlass.range(self.warp_keys // self.step_keys, unroll=1):
             first = step * self.step_keys
-            scores = self.scores(k_lane + k_offset + first * c.box_bytes, q_address, q_frags)
+            scores = self.scores(self.format.move(k_lane, k_offset, first), q_address, q_frags)
             if cutlass.const_expr(c.softcap):
                 scores = [self.mask.cap(tile, cap_scales) for tile in scores]
             if cutlass.const_expr(limits is not None):
@@ -170,7 +170,7 @@ class Consumer(MmaTile):
             o = self.rescale(o, alpha, changed)
             ptx.mbarrier_wait(v_full, v_phase)
             keep = None if cutlass.const_expr(limits is None) else length - key - first
-            o = self.accumulate(v_lane + v_offset + first * c.box_bytes, p, keep, o)
+            o = self.accumulate(self.format.move(v_lane, v_offset, first), p, keep, o)
         self.release(k_empty, lane)
         self.release(v_empty, lane)
         return o, m, l, stage, phase
@@ -182,12 +182,12 @@ class Consumer(MmaTile):
         if lane == 0:
             ptx.mbarrier_arrive(barrier)
 
-    def scores(self, k_address, q_address, q_frags):
+    def scores(self, k_lane, q_address, q_frags):
         """S[16 rows][step_keys] as accumulator tiles of 8 keys: a lane has rows g, g + 8 and keys 2c, 2c + 1."""
         fmt = self.format
         tiles = [[Float32(0.0)] * 4 for _ in range(self.step_keys // 8)]
         for load in range(fmt.k_loads):
-            registers = [fmt.k_load(k_address + 8 * t * fmt.pitch, load) for t in range(len(tiles))]
+            registers = [fmt.k_load(fmt.move(k_lane, 0, 8 * t), load) for t in range(len(tiles))]
             for group in range(fmt.k_groups):
                 first = (load * fmt.k_groups + group) * fmt.group_steps
                 q_steps = range(first, first + fmt.group_steps)
@@ -236,14 +236,14 @@ class Consumer(MmaTile):
             o = [x * alpha[n % 4 // 2] for n, x in enumerate(o)]
         return o
 
-    def accumulate(self, v_address, p, keep, o):
+    def accumulate(self, v_lane, p, keep, o):
         """O += P V. `keep` (or None): how many keys from this lane's first on are inside the sequence."""
         fmt = self.format
         o = list(o)
         for t, a in enumerate(p):
             masks = None if keep is None else [self.row_mask(keep - 16 * t - 8 * h) for h in (0, 1)]
             for load in range(fmt.v_loads):
-                for tile, b in fmt.v_fragments(v_address + 16 * t * fmt.pitch, load, masks):
+                for tile, b in fmt.v_fragments(fmt.move(v_lane, 0, 16 * t), load, masks):
                     o[4 * tile : 4 * tile + 4] = ptx.mma_m16n8k16(self.mma_dtype, a, b, o[4 * tile : 4 * tile + 4])
         return o
 

@@ -34,6 +34,8 @@ class Format:
 
     def __init__(self, config: DecodeConfig) -> None:
         self.pitch = config.box_bytes
+        self.pitches: tuple[int, ...] = (self.pitch,)
+        """Bytes from one key to the next, by the addresses that a lane has."""
         self.column_bytes = config.stage_keys * config.box_bytes
         chunks = config.row_bytes // 16
         self.box_chunks = config.box_bytes // 16
@@ -58,37 +60,42 @@ class Format:
         """What TMA's swizzle flips in the number of a chunk, by the row of the box."""
         return (row >> {8: 0, 4: 1, 2: 2}[self.box_chunks]) & (self.box_chunks - 1)
 
+    def move(self, lane: Sequence[Any], offset: Any, keys: Any) -> list[Any]:
+        """What `k_lane` or `v_lane` gave, some bytes and some keys further on."""
+        moved = [a + offset + keys * pitch for a, pitch in zip(lane, self.pitches, strict=False)]
+        return [*moved, *lane[len(moved) :]]
+
     def chunk_address(self, address: Any, chunk: int) -> Any:
         """`address` of a row's first chunk, moved to another one."""
         return (address ^ (chunk % self.box_chunks * 16)) + chunk // self.box_chunks * self.column_bytes
 
-    def k_lane(self, key: Any, lane: Any) -> Any:
-        """Where in a stage a lane reads K of the keys from `key`, a multiple of 8, on."""
+    def k_lane(self, stage: Any, key: Any, lane: Any) -> list[Any]:
+        """Addresses at which a lane reads K of the keys from `key`, a multiple of 8, on, in the stage at an address."""
         i, r = lane // 8, lane % 8  # matrix and row whose address this lane gives to ldmatrix
-        return (key + r) * self.pitch + (i % self.box_chunks ^ self.swizzle(r)) * 16
+        return [stage + (key + r) * self.pitch + (i % self.box_chunks ^ self.swizzle(r)) * 16]
 
-    def k_load(self, address: Any, load: int) -> Sequence[Any]:
-        """Registers with a part of 8 keys' rows: load `load` of `k_loads`."""
+    def k_load(self, lane: Sequence[Any], load: int) -> Sequence[Any]:
+        """Registers with a part of 8 keys' rows: load `load` of `k_loads`, by what `k_lane` gave."""
         if self.box_chunks == 2:
-            return ptx.ldmatrix_x2(address)
-        return ptx.ldmatrix_x4(self.chunk_address(address, 4 * load))
+            return ptx.ldmatrix_x2(lane[0])
+        return ptx.ldmatrix_x4(self.chunk_address(lane[0], 4 * load))
 
     def k_pairs(self, registers: Sequence[Any], group: int) -> list[Pair]:
         """B fragments of K^T, `group_steps` of them, of part `group` of what `k_load` gave."""
         raise NotImplementedError
 
-    def v_lane(self, key: Any, lane: Any, col_group: Any) -> Any:
-        """Where in a stage a lane reads V of the keys from `key`, a multiple of 16, on, and of its warp's columns."""
+    def v_lane(self, stage: Any, key: Any, lane: Any, col_group: Any) -> list[Any]:
+        """Addresses at which a lane reads V of the keys from `key`, a multiple of 16, on: its warp's columns."""
         i, r = lane // 8, lane % 8
         row = (key + (i % 2) * 8 + r) * self.pitch
-        return col_group * self.warp_bytes + row + ((i // 2) ^ self.swizzle(r)) * 16
+        return [stage + col_group * self.warp_bytes + row + ((i // 2) ^ self.swizzle(r)) * 16]
 
-    def v_fragments(self, address: Any, load: int, masks: Sequence[Any] | None) -> list[tuple[int, Pair]]:
+    def v_fragments(self, lane: Sequence[Any], load: int, masks: Sequence[Any] | None) -> list[tuple[int, Pair]]:
         """(output tile, B fragment) of V for 16 keys and the columns of load `load` of `v_loads`.
 
         `masks` (or None): which of keys 2 quad and 2 quad + 1 exist, and of those 8 further on.
         """
-        registers = ptx.ldmatrix_x4(self.chunk_address(address, 2 * load), transpose=True)
+        registers = ptx.ldmatrix_x4(self.chunk_address(lane[0], 2 * load), transpose=True)
         if masks is not None:
             registers = tuple(register & masks[n % 2] for n, register in enumerate(registers))
         found: list[tuple[int, Pair]] = []

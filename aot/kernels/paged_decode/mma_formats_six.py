@@ -39,15 +39,15 @@ class SixBit(Format):
             chunk = (box * self.quad_vectors + vector % self.quad_vectors) * 4 + i
             ptx.store_shared_b32(row_address + (chunk ^ (row & 7)) * 16 + quad * 4, pair)
 
-    def k_lane(self, key: Any, lane: Any) -> Any:
+    def k_lane(self, stage: Any, key: Any, lane: Any) -> list[Any]:
         """Key lane // 4, the quad's bytes of the first box."""
-        return (key + lane // 4) * self.pitch + lane % 4 * (self.pitch // 4)
+        return [stage + (key + lane // 4) * self.pitch + lane % 4 * (self.pitch // 4)]
 
-    def k_load(self, address: Any, load: int) -> Sequence[Any]:
+    def k_load(self, lane: Sequence[Any], load: int) -> Sequence[Any]:
         """Three words, 16 codes. Pairs of words where they are aligned."""
         if self.quad_vectors == 2:
-            return [ptx.load_shared_b32(address + 4 * word) for word in range(3)]
-        where = address + load // 2 * self.column_bytes
+            return [ptx.load_shared_b32(lane[0] + 4 * word) for word in range(3)]
+        where = lane[0] + load // 2 * self.column_bytes
         if load % 2 == 0:
             return [*ptx.load_shared_b64(where), ptx.load_shared_b32(where + 8)]
         return [ptx.load_shared_b32(where + 12), *ptx.load_shared_b64(where + 16)]
@@ -60,14 +60,14 @@ class SixBit(Format):
             found += [(self.widen(w, bit), self.widen(w, bit + 6)) for w, bit in zip(windows, (0, 4), strict=True)]
         return found
 
-    def v_lane(self, key: Any, lane: Any, col_group: Any) -> Any:
+    def v_lane(self, stage: Any, key: Any, lane: Any, col_group: Any) -> list[Any]:
         """The first of two neighbouring keys, and the bytes of the lane's columns."""
         row = (key + lane % 4 * 2) * self.pitch
-        return col_group * self.warp_bytes + row + lane // 4 * (self.pitch // 8)
+        return [stage + col_group * self.warp_bytes + row + lane // 4 * (self.pitch // 8)]
 
-    def v_fragments(self, address: Any, load: int, masks: Sequence[Any] | None) -> list[tuple[int, Pair]]:
+    def v_fragments(self, lane: Sequence[Any], load: int, masks: Sequence[Any] | None) -> list[tuple[int, Pair]]:
         """A box: a lane has `unit_codes` neighbouring columns of four keys."""
-        where = address + load * self.column_bytes
+        where = lane[0] + load * self.column_bytes
         codes = []
         for second in (0, 1):
             halves = self.key_pair(where + 8 * second * self.pitch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Int64, cute
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import load_i32
@@ -16,11 +16,12 @@ class Producer(MmaTile):
     @cute.jit
     def produce(
         self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
-        num_stages,
+        num_stages, scales,
     ):  # fmt: skip
         """Fill the ring. Lane i issues box i of a stage: page i // boxes_per_row, column i % boxes_per_row.
 
-        Pages that end before `first_key` are not looked up; without a window nobody asks.
+        Pages that end before `first_key` are not looked up; without a window nobody asks. `scales` (nvfp4, else None):
+        of K and of V, the address of the head's block scales in page 0, and the bytes from page to page and row to row.
         """
         c = self.config
         if lane == 0:
@@ -41,14 +42,38 @@ class Producer(MmaTile):
                 full = smem + FULL + stage * 8
                 ptx.mbarrier_wait(smem + EMPTY + stage * 8, phase)
                 if lane == 0:
-                    ptx.mbarrier_arrive_expect_tx(full, c.stage_bytes)
+                    ptx.mbarrier_arrive_expect_tx(full, c.code_bytes)
                 cute.arch.sync_warp()
                 if lane < self.boxes:
                     coordinates = (column * self.box[0], key % c.page_size, head, page)
                     target = smem + self.ring + stage * c.stage_bytes + destination
                     ptx.tma_load_4d(target, (k_map, v_map)[which].get_ptr(), coordinates, full)
+                if cutlass.const_expr(c.scale_bytes):
+                    target = smem + self.ring + stage * c.stage_bytes + c.code_bytes
+                    first = key_begin + i * c.stage_keys
+                    self.copy_scales(target, lane, scales[which], page, num_pages, first, key_end)
+                    ptx.mbarrier_arrive_after_copies(full)
                 stage, phase = self.advance(stage, phase)
             page = next_page
+
+    @cute.jit
+    def copy_scales(self, target, lane, source, page, num_pages, first, key_end):
+        """Block scales of a stage's keys from `first` on, a key a lane; zeros for keys that are not loaded.
+
+        `page` is that of the lane's box. TMA cannot copy these: their strides need not be multiples of 16 bytes.
+        """
+        c = self.config
+        base, page_bytes, row_bytes = source
+        piece = min(16, c.scale_bytes)
+        for i in cutlass.range_constexpr(c.stage_keys // 32):
+            row = i * 32 + lane
+            owner = cute.arch.shuffle_sync(page, row // self.box[1] * c.boxes_per_row)
+            exists = (first + row < key_end) & (owner >= 0) & (owner < num_pages)
+            offset = Int64(owner) * page_bytes + Int64((first + row) % c.page_size) * row_bytes
+            address = base + cutlass.select_(exists, offset, Int64(0))
+            read = cutlass.select_(exists, Int32(piece), Int32(0))
+            for part in cutlass.range_constexpr(c.scale_bytes // piece):
+                ptx.copy_to_shared(target + row * c.scale_bytes + part * piece, address + part * piece, piece, read)
 
     @cute.jit
     def look_up(self, block_table, table_row, num_pages, first_key, key_end, key):

@@ -83,8 +83,11 @@ def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], see
     for name in "kv":
         values = rng.standard_normal(shape).astype(np.float32)
         values[order[taken:]] = np.nan
-        scale = None if config.kv_format == "bf16" else torch.ones(NUM_KV_HEADS)
-        problem[f"{name}_cache"] = quantize_kv(torch.from_numpy(values), config.kv_format, scale).data
+        scale = None if config.kv_format == "bf16" else torch.ones(1 if config.kv_format == "nvfp4" else NUM_KV_HEADS)
+        stored = quantize_kv(torch.from_numpy(values), config.kv_format, scale)
+        problem[f"{name}_cache"] = stored.data
+        if stored.block_scales is not None:
+            problem[f"{name}_scales"] = stored.block_scales
     rows = (len(lengths) * config.q_len, group * NUM_KV_HEADS, config.head_dim)
     q = torch.from_numpy(rng.standard_normal(rows).astype(np.float32))
     q = q.bfloat16() if config.q_dtype == "bf16" else q.to(torch.float8_e4m3fn)

@@ -32,7 +32,7 @@ class Call:
         self.addresses: tuple[int | None, ...] = ()
         """Of Q, K, V, the block table, O and LSE."""
         self.others: list[tuple[Any, int | None]] = []
-        """Descales, workspace, sinks and q_lens, where they are tensors."""
+        """Descales, workspace, sinks, q_lens and block scales, where they are tensors."""
         self.key: tuple[Any, ...] = ()
         self.table_keys = 0
         """Keys that a row of the block table has room for."""

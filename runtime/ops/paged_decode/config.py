@@ -17,7 +17,10 @@ from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 TILE_KEYS = 128
 """Keys of one tile: the unit in which the planner cuts sequences into chunks."""
 
-KV_BITS = {"bf16": 16, "fp8": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
+NVFP4_BLOCK = 16
+"""Consecutive elements along head_dim that share one nvfp4 scale."""
+
+KV_BITS = {"bf16": 16, "fp8": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4, "nvfp4": 4}
 """Bits of one stored K or V element, by kv_format."""
 
 HEAD_DIMS = (64, 128, 256, 512)
@@ -160,9 +163,19 @@ class DecodeConfig(KernelConfig):
         return loading, min(240, computing)
 
     @property
-    def stage_bytes(self) -> int:
-        """Bytes of one ring stage, which holds keys of K or of V."""
+    def scale_bytes(self) -> int:
+        """Bytes of one key's block scales."""
+        return self.head_dim // NVFP4_BLOCK if self.kv_format == "nvfp4" else 0
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a ring stage that TMA fills."""
         return self.stage_keys * self.row_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one ring stage, which holds keys of K or of V; their block scales lie behind them."""
+        return self.code_bytes + self.stage_keys * self.scale_bytes
 
     @property
     def q_bytes(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cubinery.runtime.errors import ArgumentError
+from cubinery.runtime.ops.paged_decode.config import NVFP4_BLOCK as NVFP4_BLOCK
 
 Array = Any
 """A numpy array or a torch tensor."""
@@ -43,9 +44,6 @@ ELEMENTS: dict[str, FloatFormat] = {"fp8": E4M3, "e3m2": E3M2, "e2m3": E2M3, "e2
 """Element of K and V by kv_format (bf16 is not a coded format); nvfp4 adds an e4m3 scale per 16 elements."""
 
 KV_FORMATS = ("bf16", *ELEMENTS)
-
-NVFP4_BLOCK = 16
-"""Consecutive elements along head_dim that share one nvfp4 scale."""
 
 
 def element(kv_format: str) -> FloatFormat:

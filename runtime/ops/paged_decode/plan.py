@@ -237,6 +237,8 @@ class Plan:
         check_block_table: bool = False,
         sinks: torch.Tensor | None = None,
         q_lens: torch.Tensor | None = None,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the step for one layer; returns (out, lse).
 
@@ -261,6 +263,10 @@ class Plan:
         - `q_lens`: int32 (num_seqs,) on the device, new tokens of each sequence, 0 to q_len (others are cut to
           that); they are the first tokens of its q_len in `q`, and a causal token i sees keys up to
           seq_len - q_lens + i. Rows of the others give 0 and -inf. Taken where PagedDecode has q_lens=True.
+        - `k_scales`, `v_scales`: for nvfp4, and only there, the e4m3 scales of the blocks of 16 elements:
+          float8_e4m3fn or uint8 codes (num_pages, page_size, num_kv_heads, head_dim / 16), blocks contiguous, other
+          strides and the address in multiples of a row, head_dim / 16 bytes, or of 16 if that is less. The factor of
+          the whole tensor is the descale (see `quantize.quantize_kv`).
 
         With `out`, `lse` and `workspace` given it allocates, copies and waits for nothing. Rows that see no
         key give 0, and an LSE of -inf or their sink. Raises ArgumentError before anything is launched.
@@ -270,7 +276,8 @@ class Plan:
         # only while all its tensors live, so equal ids mean the same tensors.
         key = (
             id(q), id(k_cache), id(v_cache), id(block_table), id(q_descale), id(k_descale), id(v_descale),
-            id(out), id(lse), id(workspace), id(sinks), id(q_lens), softmax_scale, out_scale,
+            id(out), id(lse), id(workspace), id(sinks), id(q_lens), id(k_scales), id(v_scales), softmax_scale,
+            out_scale,
         )  # fmt: skip
         try:
             call = None if check_block_table else self._recent.get(key)
@@ -289,6 +296,7 @@ class Plan:
         ):  # fmt: skip
             given = (
                 q, k_cache, v_cache, block_table, q_descale, k_descale, v_descale, out, lse, workspace, sinks, q_lens,
+                k_scales, v_scales,
             )  # fmt: skip
             call, out, lse = self._bind(given, (softmax_scale, out_scale), raw, check_block_table)
         if raw != self._ordered:
@@ -305,7 +313,7 @@ class Plan:
         self, given: tuple[Any, ...], scales: tuple[Any, ...], raw: int, check_block_table: bool
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """Check every argument that changed, allocate what was not given, and pack the launches."""
-        q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace, sinks, q_lens = given
+        q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace, sinks, q_lens, k_scales, v_scales = given
         shape, device = self.shape, self.decode.torch_device
         dense = all(isinstance(x, torch.Tensor) and x.layout == torch.strided for x in (k, v))
         where = (k.data_ptr(), v.data_ptr()) if dense else None
@@ -317,6 +325,8 @@ class Plan:
             values |= tensors.queries("q", q, shape, "q")
         if not (same[1] and same[2]):
             values |= tensors.caches(k, v, shape)
+        if not all(same[12:]):
+            values |= tensors.block_scales(k_scales, v_scales, k.shape[0], shape)
         if not same[3]:
             values |= tensors.block_table(table, shape, self._longest)
         values |= self._scales(scales, (q_descale, k_descale, v_descale))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cubinery.runtime.errors import ArgumentError
-from cubinery.runtime.ops.paged_decode.config import KV_BITS
+from cubinery.runtime.ops.paged_decode.config import KV_BITS, NVFP4_BLOCK
 from cubinery.runtime.ops.paged_decode.windows import MAX_WINDOW
 
 Tensor = Any
@@ -183,6 +183,34 @@ def caches(k: Tensor, v: Tensor, shape: Shape) -> Values:
     if v.shape[0] != k.shape[0]:
         raise ArgumentError(f"v_cache has {v.shape[0]} pages: expected {k.shape[0]}, as k_cache has")
     values["num_pages"] = k.shape[0]
+    return values
+
+
+def block_scales(k_scales: Tensor | None, v_scales: Tensor | None, num_pages: int, shape: Shape) -> Values:
+    """e4m3 (num_pages, page_size, num_kv_heads, head_dim / 16) of K and of V for nvfp4, None for other formats."""
+    values: Values = {}
+    row = shape.head_dim // NVFP4_BLOCK
+    for name, tensor in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if shape.kv_format != "nvfp4":
+            if tensor is not None:
+                raise ArgumentError(f"{name} is given: expected None for kv_format {shape.kv_format!r}")
+            continue
+        if tensor is None:
+            raise ArgumentError(f"{name} = None: expected a tensor, as nvfp4 keeps a scale for every 16 elements")
+        common(name, tensor, shape.device, *E4M3_DTYPES)
+        expected = (num_pages, shape.page_size, shape.num_kv_heads, row)
+        if tuple(tensor.shape) != expected:
+            raise ArgumentError(
+                f"{name} has shape {tuple(tensor.shape)}: expected {expected}, "
+                "(num_pages, page_size, num_kv_heads, head_dim / 16)"
+            )
+        page, key, head = strides(name, tensor, ("page", "row", "head", "block"), align=min(16, row))
+        values |= {
+            name: tensor.data_ptr(),
+            f"{name}_page_bytes": page,
+            f"{name}_row_bytes": key,
+            f"{name}_head_bytes": head,
+        }
     return values
 
 

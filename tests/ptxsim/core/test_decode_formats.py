@@ -27,6 +27,10 @@ CONFIGS = [
     DecodeConfig(head_dim=128, page_size=64, kv_format="e2m3", q_dtype="e4m3", q_len=3),
     DecodeConfig(head_dim=256, page_size=32, kv_format="e2m3"),
     DecodeConfig(head_dim=512, page_size=16, kv_format="e2m3"),
+    DecodeConfig(head_dim=64, page_size=32, kv_format="nvfp4", q_len=2),
+    DecodeConfig(head_dim=128, page_size=128, kv_format="nvfp4", q_dtype="e4m3"),
+    DecodeConfig(head_dim=256, page_size=16, kv_format="nvfp4", row_tile=32),
+    DecodeConfig(head_dim=512, page_size=64, kv_format="nvfp4"),
     DecodeConfig(head_dim=128, page_size=16, kv_format="fp8", q_dtype="e4m3"),
     DecodeConfig(head_dim=512, page_size=32, kv_format="bf16", q_dtype="e4m3", ctas_per_sm=1),
 ]
@@ -48,4 +52,5 @@ def test_formats_agree_with_the_reference(simulated: Simulated, config: DecodeCo
             page_size=config.page_size, q_len=config.q_len, kv_format=config.kv_format, q_dtype=config.q_dtype,
             layout=LAYOUTS[(CONFIGS.index(config) + index) % len(LAYOUTS)],
         )  # fmt: skip
+        p.poison_tails()
         simulated.check(config, p, force_splits=1 + index)
