@@ -107,7 +107,7 @@ def _runs(library: Library, device: torch.device, notes: list[str], *, bursts: i
         notes.append(f"no C loop to compare with ({why}): plan.run is held to a Python loop over cuda-python instead")
     # Short sequences: the GPU must finish a step sooner than the host enqueues it.
     problem = Problem(Shape("host", 8, 1, 128, page_size, (256,)), decode.kv_format, device)
-    for splits, title in ((1, "one kernel"), (2, "decode and reduction")):
+    for splits, title in ((1, "unsplit"), (2, "split")):
         plan = decode.plan(
             [256], num_q_heads=8, num_kv_heads=1, force_splits=splits, max_splits=1 if splits == 1 else None
         )
@@ -176,7 +176,7 @@ def _burst_us(step: Callable[[], object]) -> float:
 def _bound(plan: Plan) -> list[BoundLaunch]:
     """The launches that the last run of a plan made."""
     call = list(plan._calls.values())[-1]
-    return [call.decode] if call.reduce is None else [call.decode, call.reduce]
+    return [call.decode]
 
 
 # -- plan --------------------------------------------------------------------------------------

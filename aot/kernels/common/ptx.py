@@ -257,6 +257,13 @@ def load_shared_f32(address: Int32) -> Float32:
     return inline("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
 
 
+def load_shared_f32x2(address: Int32) -> list[Float32]:
+    """Two consecutive fp32 values from shared memory."""
+    return list(
+        inline("ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address])
+    )
+
+
 def load_shared_f32x4(address: Int32) -> list[Float32]:
     """Four consecutive fp32 values from shared memory."""
     return list(
@@ -266,6 +273,25 @@ def load_shared_f32x4(address: Int32) -> list[Float32]:
             read_only_args=[address],
         )
     )
+
+
+def load_shared_i32(address: Int32) -> Int32:
+    """One int32 from shared memory."""
+    return inline("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def load_shared_i32x4(address: Int32) -> tuple[Int32, ...]:
+    """Four consecutive int32 from shared memory."""
+    return inline(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_shared_i32(address: Int32, value: Int32) -> None:
+    """One int32 to shared memory."""
+    inline("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def store_shared_f32(address: Int32, value: Float32) -> None:
@@ -315,6 +341,18 @@ def store_shared_v2(address: Int32, values: Fragment) -> None:
 def store_shared_v4(address: Int32, values: Fragment) -> None:
     """16 bytes to shared memory."""
     inline("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def atomic_wrapping_increment(address: Int64, limit: Int32) -> Int32:
+    """Add one to a uint32 in global memory, or make it 0 where it has reached `limit`; returns what it was.
+
+    Releases what this thread wrote or knows of to the whole GPU, and acquires what earlier increments released.
+    """
+    return inline(
+        "atom.acq_rel.gpu.global.inc.u32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[address, limit],
+    )
 
 
 # -- barriers and bulk copies --------------------------------------------------------------------

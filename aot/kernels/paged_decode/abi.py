@@ -10,7 +10,7 @@ from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.manifest import KernelRecord, ParamKind, Swizzle, TensorMapSpec, pack_params
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
-from cubinery.runtime.ops.paged_decode.config import REDUCE_WARPS, DecodeConfig, ReduceConfig
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
 SWIZZLES: dict[int, Swizzle] = {128: "128B", 64: "64B", 32: "32B", 96: "none", 48: "none"}
 """By bytes of a box's rows: 16-byte chunks of eight rows then lie in different banks. Rows of 6-bit codes have no
@@ -20,12 +20,10 @@ power of two; they are read in words, which lie in banks of their own, or two to
 
 def declare(config: KernelConfig, arch: Arch) -> KernelRecord:
     """The launch record of a configuration, without resources (the builder reads those back)."""
-    if isinstance(config, DecodeConfig):
-        return _decode(config, arch)
     if isinstance(config, AppendConfig):
         return append_record(config)
-    assert isinstance(config, ReduceConfig)
-    return _reduce(config)
+    assert isinstance(config, DecodeConfig)
+    return _decode(config, arch)
 
 
 def kv_map(config: DecodeConfig, name: str) -> TensorMapSpec:
@@ -75,8 +73,7 @@ def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
         ("v_map", "tensor_map"),
         ("q", "pointer"),
         ("block_table", "pointer"),  # int32 (num_seqs, block_table_stride)
-        ("seq_lens", "pointer"),  # int32 (num_seqs,)
-        ("work", "pointer"),  # int32 (num_work, 4): see SplitPlan.device_work
+        ("work", "pointer"),  # int32 (num_work, 8): see SplitPlan.device_work
         ("q_descale", "pointer"),  # fp32, addressed by (seq, head) strides like the next two
         ("k_descale", "pointer"),
         ("v_descale", "pointer"),
@@ -85,6 +82,7 @@ def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
         ("o_partial", "pointer"),  # fp32 (slots, num_kv_heads, n_q, head_dim)
         ("m_partial", "pointer"),  # fp32 (slots, num_kv_heads, n_q), in units of the LSE
         ("l_partial", "pointer"),  # fp32 (slots, num_kv_heads, n_q)
+        ("counters", "pointer"),  # uint32 (slots, num_kv_heads, q_tiles), zero before and after a launch
         ("num_kv_heads", "i32"),
         ("n_q", "i32"),  # packed query rows of one KV head: q_len * group_size
         ("group_size", "i32"),  # query heads of one KV head
@@ -117,38 +115,5 @@ def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
         dynamic_smem=config.smem_bytes(arch),
         carveout=100,
         min_ctas_per_sm=config.ctas_per_sm,
-        pdl=config.pdl,
-    )
-
-
-def reduce_smem_bytes(config: ReduceConfig) -> int:
-    """One fp32 row a warp."""
-    return REDUCE_WARPS * config.head_dim * 4
-
-
-def _reduce(config: ReduceConfig) -> KernelRecord:
-    params = pack_params(
-        ("o_partial", "pointer"),
-        ("m_partial", "pointer"),
-        ("l_partial", "pointer"),
-        ("splits", "pointer"),
-        ("o", "pointer"),
-        ("lse", "pointer"),
-        ("num_kv_heads", "i32"),
-        ("n_q", "i32"),
-        ("group_size", "i32"),
-        ("rows_per_cta", "i32"),  # 1 or REDUCE_WARPS
-        ("o_seq", "i32"),
-        ("o_token", "i32"),
-        ("o_head", "i32"),
-        ("scale_o", "f32"),
-    )
-    return KernelRecord(
-        role="reduce",
-        symbol="cubinery_paged_decode_reduce_0",
-        block=(32 * REDUCE_WARPS, 1, 1),
-        grid=("row_blocks", "num_seqs", 1),  # num_kv_heads * n_q rows over rows_per_cta
-        params=params,
-        dynamic_smem=reduce_smem_bytes(config),
         pdl=config.pdl,
     )

@@ -12,6 +12,8 @@ Roles
 
 The ring alternates stages of K and V: K0, V0, K1, V1, ... One full and one empty mbarrier each.
 
+A sequence that was cut into chunks leaves one partial result a chunk; the CTA that finishes its last one merges them.
+
 Numerics. bf16 caches: bf16 MMA. fp8 caches: codes widen exactly to f16 in registers and the MMA is
 f16; Q is scaled by a power of two per row so that its largest element lies in [2^14, 2^15), which
 keeps every bf16 Q exact down to 2^-29 of the row's maximum, and P carries a factor of 2^15, so that
@@ -30,13 +32,14 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda import tensor_map as tm
 
 from cubinery.aot.kernels.common import ptx
-from cubinery.aot.kernels.common.memory import load_f32, load_i32
+from cubinery.aot.kernels.common.memory import load_f32
 from cubinery.aot.kernels.paged_decode.abi import optional_params, scale_params
 from cubinery.aot.kernels.paged_decode.mma_compute import Consumer
 from cubinery.aot.kernels.paged_decode.mma_load import Producer
 from cubinery.aot.kernels.paged_decode.mma_mask import Mask
+from cubinery.aot.kernels.paged_decode.mma_merge import SplitMerge
 from cubinery.aot.kernels.paged_decode.mma_store import Epilogue
-from cubinery.aot.kernels.paged_decode.mma_tile import CONSUMER_BARRIER, EMPTY, FULL, OUT_SCALE, MmaTile
+from cubinery.aot.kernels.paged_decode.mma_tile import EMPTY, FULL, ITEM_END, OUT_SCALE, MmaTile
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
@@ -47,7 +50,8 @@ class PagedDecodeMma(MmaTile):
     def __init__(self, config: DecodeConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.producer, self.consumer = Producer(config, arch), Consumer(config, arch)
-        self.epilogue, self.mask = Epilogue(config, arch), Mask(config, arch)
+        self.epilogue, self.split_merge = Epilogue(config, arch), SplitMerge(config, arch)
+        self.mask = Mask(config, arch)
 
     @cute.jit
     def __call__(
@@ -55,7 +59,6 @@ class PagedDecodeMma(MmaTile):
         kv: cute.Pointer,
         q: cute.Pointer,
         block_table: cute.Pointer,
-        seq_lens: cute.Pointer,
         work: cute.Pointer,
         q_descale: cute.Pointer,
         k_descale: cute.Pointer,
@@ -65,6 +68,7 @@ class PagedDecodeMma(MmaTile):
         o_partial: cute.Pointer,
         m_partial: cute.Pointer,
         l_partial: cute.Pointer,
+        counters: cute.Pointer,
         num_kv_heads: Int32,
         n_q: Int32,
         group_size: Int32,
@@ -102,8 +106,8 @@ class PagedDecodeMma(MmaTile):
         )
         self.kernel.set_name_prefix("cubinery_paged_decode_mma", remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            tensor_map, tensor_map, q, block_table, seq_lens, work, q_descale, k_descale, v_descale,
-            o, lse, o_partial, m_partial, l_partial, num_kv_heads, n_q, group_size, num_pages, block_table_stride,
+            tensor_map, tensor_map, q, block_table, work, q_descale, k_descale, v_descale, o, lse, o_partial,
+            m_partial, l_partial, counters, num_kv_heads, n_q, group_size, num_pages, block_table_stride,
             q_seq, q_token, q_head, o_seq, o_token, o_head, q_descale_seq, q_descale_head, k_descale_seq,
             k_descale_head, v_descale_seq, v_descale_head, scale_qs, scale_o, window, sinks, softcap, q_lens, scales,
         ).launch(
@@ -125,7 +129,6 @@ class PagedDecodeMma(MmaTile):
         v_map: cutlass.GridConstant[tm.TensorMap],
         q: cute.Pointer,
         block_table: cute.Pointer,
-        seq_lens: cute.Pointer,
         work: cute.Pointer,
         q_descale: cute.Pointer,
         k_descale: cute.Pointer,
@@ -135,6 +138,7 @@ class PagedDecodeMma(MmaTile):
         o_partial: cute.Pointer,
         m_partial: cute.Pointer,
         l_partial: cute.Pointer,
+        counters: cute.Pointer,
         num_kv_heads: Int32,
         n_q: Int32,
         group_size: Int32,
@@ -162,7 +166,7 @@ class PagedDecodeMma(MmaTile):
     ) -> None:
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
-        row_block, head, item = cute.arch.block_idx()
+        _, head, item = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
         smem = cute.arch.get_dyn_smem(Uint8, 1024).toint()
@@ -181,23 +185,22 @@ class PagedDecodeMma(MmaTile):
         if warp >= c.consumer_warps:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == c.consumer_warps:
-                seq, key_begin, key_end, _ = self.work_item(work, item)
-                num_stages = self.num_stages(key_begin, key_end)
+                self.producer.prefetch_maps(lane, k_map, v_map)
+                seq, key_begin, key_end, length = self.chunk(work, item)
                 table_row = Int64(seq) * block_table_stride
                 first_key = Int32(0)
                 if cutlass.const_expr(c.window):
                     if seq >= 0:
-                        tokens = self.mask.tokens(q_lens, seq, n_q)
-                        first_key = self.mask.first_key((load_i32(seq_lens, Int64(seq)), tokens, window))
+                        first_key = self.mask.first_key((length, self.mask.tokens(q_lens, seq, n_q), window))
                 self.producer.produce(
                     smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
-                    num_stages, self.head_scales(scales, head),
+                    self.num_stages(key_begin, key_end), self.head_scales(scales, head),
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            seq, key_begin, key_end, slot = self.work_item(work, item)
+            seq, key_begin, key_end, length = self.chunk(work, item)
             if seq >= 0:  # a padding item writes nothing
-                num_stages = self.num_stages(key_begin, key_end)
+                row_block, _, _ = cute.arch.block_idx()
                 row0 = row_block * c.row_tile
                 q_base = q.toint() + (Int64(seq) * q_seq + Int64(head * group_size) * q_head) * self.q_element_bytes
                 score_scale = (
@@ -205,36 +208,44 @@ class PagedDecodeMma(MmaTile):
                     * load_f32(q_descale, Int64(seq) * q_descale_seq + head * q_descale_head)
                     * load_f32(k_descale, Int64(seq) * k_descale_seq + head * k_descale_head)
                 )
+                # What only the end needs is fetched now and kept out of registers.
                 if tidx == 0:
+                    ptx.store_shared_v4(smem + ITEM_END, (*self.schedule(work, item), seq))
                     out_scale = load_f32(v_descale, Int64(seq) * v_descale_seq + head * v_descale_head)
                     ptx.store_shared_f32(smem + OUT_SCALE, out_scale)
                 # Without a causal mask or a window every key of the chunk is visible to every row.
-                length = load_i32(seq_lens, Int64(seq)) if cutlass.const_expr(c.q_len > 1 or c.window) else key_end
+                length = length if cutlass.const_expr(c.q_len > 1 or c.window) else key_end
                 tokens = self.mask.tokens(q_lens, seq, n_q)
                 live_rows = self.mask.live_rows(tokens, n_q, group_size)
                 if cutlass.const_expr(c.sinks):
                     is_first = self.mask.first_item(length, window, key_begin)
                     self.mask.stage_sinks(smem, tidx, sinks, head, group_size, row0, live_rows, is_first)
                 self.consumer.stage_q(smem, warp, lane, q_base, row0, live_rows, group_size, q_token, q_head)
-                cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
+                self.sync_consumers()
                 place = self.consumer.consume(
-                    smem, warp, lane, row0, group_size, (length, tokens, window), softcap, key_begin, num_stages,
-                    score_scale,
+                    smem, warp, lane, row0, group_size, (length, tokens, window), softcap, key_begin,
+                    self.num_stages(key_begin, key_end), score_scale,
                 )  # fmt: skip
-                self.epilogue.merge(smem, lane, *place)
+                slot, n_splits, first_slot, seq = ptx.load_shared_i32x4(smem + ITEM_END)
+                self.epilogue.merge_slices(smem, lane, *place)
+                self.epilogue.finish_rows(smem, tidx, score_scale, softcap, live_rows - row0)
 
-                # The result of an unsplit sequence goes to O and LSE, that of a chunk to the partial buffers.
-                is_split = slot >= 0
-                self.epilogue.finish_rows(smem, tidx, score_scale, softcap, live_rows - row0, scale_o, is_split)
-                cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
-                stat_row = (Int64(seq) * num_kv_heads + head) * n_q
-                part_row = (Int64(slot) * num_kv_heads + head) * n_q
-                self.epilogue.store_stats(
-                    smem, tidx, row0, n_q, is_split, lse, m_partial, l_partial, stat_row, part_row
-                )
+                rows = num_kv_heads * n_q
+                stat_row = Int64(seq) * rows + head * n_q
                 o_base = o.toint() + (Int64(seq) * o_seq + Int64(head * group_size) * o_head) * 2
-                part_base = o_partial.toint() + part_row * (c.head_dim * 4)
-                self.epilogue.store_o(smem, tidx, row0, n_q, group_size, is_split, o_base, o_token, o_head, part_base)
+                target = (o_base, o_token, o_head, lse, stat_row)
+                part = (o_partial, m_partial, l_partial, Int64(slot) * rows + head * n_q)
+                # The result of an unsplit sequence goes to O and LSE, that of a chunk to the partial buffers.
+                self.epilogue.store(smem, tidx, row0, n_q, group_size, scale_o, n_splits > 1, target, part)
+                if n_splits > 1:
+                    q_tiles, _, _ = cute.arch.grid_dim()
+                    counter = (Int64(first_slot) * num_kv_heads + head) * q_tiles + row_block
+                    if self.split_merge.is_last(smem, tidx, counters.toint() + counter * 4, n_splits):
+                        first_row = Int64(first_slot) * rows + head * n_q
+                        self.split_merge.merge(
+                            warp, lane, row0, n_q, group_size, n_splits, rows, o_partial, m_partial, l_partial,
+                            first_row, scale_o, target,
+                        )  # fmt: skip
 
     def head_scales(self, scales, head):
         """What the producer must know of K's and of V's block scales; None where there are none."""
@@ -243,9 +254,13 @@ class PagedDecodeMma(MmaTile):
         parts = (scales[0:4], scales[4:8])
         return [(start.toint() + Int64(head) * step, page, row) for start, page, row, step in parts]
 
-    def work_item(self, work, item):
-        """(sequence, first key, end key, partial slot) as `SplitPlan.device_work` defines them."""
-        return ptx.load_global_i32x4(work.toint() + Int64(item) * 16)
+    def chunk(self, work, item):
+        """(sequence, first key, end key, keys of the sequence): see `SplitPlan.device_work`."""
+        return ptx.load_global_i32x4(work.toint() + Int64(item) * 32)
+
+    def schedule(self, work, item):
+        """(partial slot, chunks of the sequence, its first partial slot): see `SplitPlan.device_work`."""
+        return ptx.load_global_i32x4(work.toint() + Int64(item) * 32 + 16)[:3]
 
     def num_stages(self, key_begin, key_end):
         """Ring stages of K (and of V) that hold the keys of a work item."""
@@ -259,7 +274,7 @@ def entry(config: DecodeConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
         return make_ptr(dtype, 4096, cute.AddressSpace.gmem, assumed_align=16)
 
     i32, f32 = Int32, Float32
-    pointers = [Uint8, BFloat16, i32, i32, i32, f32, f32, f32, BFloat16, f32, f32, f32, f32]
+    pointers = [Uint8, BFloat16, i32, i32, f32, f32, f32, BFloat16, f32, f32, f32, f32, i32]
     scalars = [Int32(1)] * 17 + [Float32(1.0)] * 2
     on = {name for name, _ in optional_params(config)}
     optional = {"window": Int32(1), "sinks": pointer(f32), "softcap": Float32(1.0), "q_lens": pointer(i32)}

@@ -14,6 +14,13 @@ class Producer(MmaTile):
     """One warp that keeps the ring full."""
 
     @cute.jit
+    def prefetch_maps(self, lane, k_map, v_map):
+        """Bring both tensor maps close to the copy engine."""
+        if lane == 0:
+            ptx.prefetch_tensor_map(k_map.get_ptr())
+            ptx.prefetch_tensor_map(v_map.get_ptr())
+
+    @cute.jit
     def produce(
         self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
         num_stages, scales,
@@ -24,9 +31,6 @@ class Producer(MmaTile):
         of K and of V, the address of the head's block scales in page 0, and the bytes from page to page and row to row.
         """
         c = self.config
-        if lane == 0:
-            ptx.prefetch_tensor_map(k_map.get_ptr())
-            ptx.prefetch_tensor_map(v_map.get_ptr())
         page_in_stage = lane // c.boxes_per_row
         column = lane % c.boxes_per_row
         box_rows = self.box[1]

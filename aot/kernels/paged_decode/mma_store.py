@@ -9,7 +9,6 @@ from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import store_f32
 from cubinery.aot.kernels.paged_decode.mma_mask import Mask
 from cubinery.aot.kernels.paged_decode.mma_tile import (
-    CONSUMER_BARRIER,
     LOG2E,
     NEG_INF,
     OUT_SCALE,
@@ -30,7 +29,7 @@ class Epilogue(MmaTile):
         self.mask = Mask(config, arch)
 
     @cute.jit
-    def merge(self, smem, lane, key_group, col_group, row, exp_scale, o, m, l):
+    def merge_slices(self, smem, lane, key_group, col_group, row, exp_scale, o, m, l):
         """Bring the key slices of a row to one maximum and put their O side by side in the ring's memory."""
         c = self.config
         quad = lane % 4
@@ -40,7 +39,7 @@ class Epilogue(MmaTile):
             for j in cutlass.range_constexpr(2):
                 ptx.store_shared_f32x2(self.stats(smem, key_group, row + 8 * j), (m[j], l[j]))
         # Also keeps anyone from overwriting a stage that another warp still reads.
-        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
+        self.sync_consumers()
         for j in cutlass.range_constexpr(2):
             peak = Float32(NEG_INF)
             for k in cutlass.range_constexpr(c.key_warps):
@@ -58,8 +57,8 @@ class Epilogue(MmaTile):
         return smem + ROW_STATS + (key_group * self.config.row_tile + row) * 8
 
     @cute.jit
-    def finish_rows(self, smem, tidx, score_scale, softcap, num_live, scale_o, is_split):
-        """One thread a row: total its slices into an output factor and the LSE, or the partial m and l.
+    def finish_rows(self, smem, tidx, score_scale, softcap, num_live):
+        """One thread a row: total its slices into the chunk's m, in units of the LSE, and l.
 
         Rows from `num_live` on hold no query: they see nothing.
         """
@@ -76,54 +75,69 @@ class Epilogue(MmaTile):
                 m = ptx.load_shared_f32(self.stats(smem, k, tidx))
                 l = ptx.load_shared_f32(self.stats(smem, k, tidx) + 4)
                 total = total + l * ptx.exp2((m - base) * (natural * LOG2E))
-            total = total * 2.0**-self.p_log2_scale
-            factor = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0 ** (self.format.v_log2 - self.p_log2_scale)
-            first = natural * peak
+            m, total = natural * peak, total * 2.0**-self.p_log2_scale
             if cutlass.const_expr(c.q_lens):
-                first = cutlass.select_(tidx < num_live, first, Float32(NEG_INF))
+                m = cutlass.select_(tidx < num_live, m, Float32(NEG_INF))
                 total = cutlass.select_(tidx < num_live, total, Float32(0.0))
             if cutlass.const_expr(c.sinks):
-                first, total, shrink = self.mask.add_sink(smem, tidx, first, total)
-                factor = factor * shrink
-            if not is_split:
-                factor = cutlass.select_(total == 0.0, Float32(0.0), factor * scale_o / total)
-                first = cutlass.select_(total == 0.0, Float32(NEG_INF), first + cute.math.log(total))
-            ptx.store_shared_f32x2(smem + ROW_RESULT + tidx * 8, (factor, first))
-            ptx.store_shared_f32(smem + ROW_SCALE + tidx * 4, total)
+                m, total, shrink = self.mask.add_sink(smem, tidx, m, total)
+                ptx.store_shared_f32(smem + ROW_SCALE + tidx * 4, shrink)
+            ptx.store_shared_f32x2(smem + ROW_RESULT + tidx * 8, (m, total))
 
     @cute.jit
-    def store_stats(self, smem, tidx, row0, n_q, is_split, lse, m_partial, l_partial, stat_row, part_row):
+    def store(self, smem, tidx, row0, n_q, group_size, scale_o, is_split, target, part):
+        """Write the tile's rows, to O and LSE or, for a chunk of a sequence, to the partial results."""
+        self.sync_consumers()
+        self.store_stats(smem, tidx, row0, n_q, is_split, target, part)
+        self.store_o(smem, tidx, row0, n_q, group_size, scale_o, is_split, target, part)
+
+    @cute.jit
+    def store_stats(self, smem, tidx, row0, n_q, is_split, target, part):
         """LSE of the tile's rows, or their partial m and l."""
+        _, _, _, lse, stat_row = target
+        _, m_partial, l_partial, part_row = part
         n = row0 + tidx
         if tidx < self.config.row_tile and n < n_q:
-            first = ptx.load_shared_f32(smem + ROW_RESULT + tidx * 8 + 4)
+            m, total = ptx.load_shared_f32x2(smem + ROW_RESULT + tidx * 8)
             if is_split:
-                store_f32(m_partial, part_row + n, first)
-                store_f32(l_partial, part_row + n, ptx.load_shared_f32(smem + ROW_SCALE + tidx * 4))
+                store_f32(m_partial, part_row + n, m)
+                store_f32(l_partial, part_row + n, total)
             else:
-                store_f32(lse, stat_row + n, first)
+                # A row that saw no key has -inf.
+                store_f32(
+                    lse, stat_row + n, cutlass.select_(total == 0.0, Float32(NEG_INF), m + cute.math.log(total))
+                )
 
     @cute.jit
-    def store_o(self, smem, tidx, row0, n_q, group_size, is_split, o_base, o_token, o_head, part_base):
+    def store_o(self, smem, tidx, row0, n_q, group_size, scale_o, is_split, target, part):
         """Sum the key slices of the merge buffer and write O rows, four columns a thread, coalesced."""
         c = self.config
+        o_base, o_token, o_head, _, _ = target
+        o_partial, _, _, part_row = part
         vectors = c.head_dim // 4
+        out_scale = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0 ** (self.format.v_log2 - self.p_log2_scale)
         for i in cutlass.range(c.row_tile * vectors // self.consumer_threads, unroll=4):
             index = tidx + i * self.consumer_threads
             row = index // vectors
             column = index % vectors
             n = row0 + row
             if n < n_q:
-                factor = ptx.load_shared_f32(smem + ROW_RESULT + row * 8)
                 source = smem + self.ring + row * (self.o_pad * 4) + column * 16
                 values = ptx.load_shared_f32x4(source)
                 for k in cutlass.range_constexpr(1, c.key_warps):
                     more = ptx.load_shared_f32x4(source + k * (c.row_tile * self.o_pad * 4))
                     values = [x + y for x, y in zip(values, more, strict=True)]
-                values = [x * factor for x in values]
+                factor = out_scale
+                if cutlass.const_expr(c.sinks):
+                    factor = factor * ptx.load_shared_f32(smem + ROW_SCALE + row * 4)
                 if is_split:
-                    ptx.store_global_f32x4(part_base + Int64(n) * (c.head_dim * 4) + column * 16, values)
+                    values = [x * factor for x in values]
+                    address = o_partial.toint() + ((part_row + n) * c.head_dim + column * 4) * 4
+                    ptx.store_global_f32x4(address, values)
                 else:
+                    _, total = ptx.load_shared_f32x2(smem + ROW_RESULT + row * 8)
+                    factor = cutlass.select_(total == 0.0, Float32(0.0), factor * scale_o / total)
+                    values = [x * factor for x in values]
                     token = n // group_size
                     address = o_base + (Int64(token) * o_token + Int64(n - token * group_size) * o_head) * 2
                     pairs = [ptx.pack_f32x2("bf16", values[e], values[e + 1]) for e in (0, 2)]

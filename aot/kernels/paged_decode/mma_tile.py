@@ -18,10 +18,12 @@ TINY = 2.0**-126
 """The smallest normal fp32."""
 
 # Byte offsets in the fixed part of shared memory.
-FULL, EMPTY = 0, 128  # 15 mbarriers each
-OUT_SCALE = 120  # fp32: v_descale, fetched early and kept out of registers
-ROW_SCALE = 256  # fp32 [row_tile]: factor that undoes the scaling of Q; at the end the row's l
-ROW_RESULT = 768  # fp32 [row_tile][2]: output factor, then LSE (or partial m)
+FULL, EMPTY = 0, 128  # MOST_STAGES mbarriers each
+ITEM_END = 96  # int32 [4]: partial slot, chunks of the sequence, its first slot, sequence: kept out of registers
+OUT_SCALE = 112  # fp32: v_descale, fetched early for the same reason
+IS_LAST = 116  # int32: whether this CTA finished a sequence's last chunk
+ROW_SCALE = 256  # fp32 [row_tile]: factor that undoes the scaling of Q; at the end what a sink leaves of O
+ROW_RESULT = 768  # fp32 [row_tile][2]: a row's sink; at the end the chunk's m, in units of the LSE, and l
 ROW_STATS = 1792  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice
 CONSUMER_BARRIER = 1
 
@@ -54,6 +56,10 @@ class MmaTile:
         self.o_pad = config.merge_pitch
         self.q_smem = config.FIXED_SMEM
         self.ring = config.FIXED_SMEM + config.q_bytes
+
+    def sync_consumers(self):
+        """A barrier of the computing warps."""
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=self.consumer_threads)
 
     def at_least_tiny(self, scale):
         """A positive scale that underflow has not made zero, so that -inf times it stays -inf."""

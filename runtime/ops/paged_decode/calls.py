@@ -21,13 +21,11 @@ class Recent(dict[tuple[Any, ...], "Call"]):
 class Call:
     """The bound launches of one layer, and the arguments that they were bound from."""
 
-    __slots__ = ("_held", "_names", "addresses", "decode", "key", "launches", "others", "reduce", "table_keys")
+    __slots__ = ("_held", "addresses", "decode", "enqueue", "key", "others", "table_keys")
 
-    def __init__(self, kernel: Kernel, reduction: Kernel | None, values: Values) -> None:
+    def __init__(self, kernel: Kernel, values: Values) -> None:
         self.decode: BoundLaunch = kernel.bind(pick(kernel, values))
-        self.reduce: BoundLaunch | None = None if reduction is None else reduction.bind(pick(reduction, values))
-        self.launches = tuple(bound.enqueue for bound in (self.decode, self.reduce) if bound is not None)
-        self._names = frozenset(kernel.names), frozenset(() if reduction is None else reduction.names)
+        self.enqueue = self.decode.enqueue
         self._held: list[tuple[Any, int | None]] = []
         self.addresses: tuple[int | None, ...] = ()
         """Of Q, K, V, the block table, O and LSE."""
@@ -39,9 +37,7 @@ class Call:
 
     def rebind(self, values: Values) -> None:
         """Pack again what differs; `values` may be some of all."""
-        for launch, names in ((self.decode, self._names[0]), (self.reduce, self._names[1])):
-            if launch is not None:
-                launch.update(**{name: value for name, value in values.items() if name in names})
+        self.decode.update(**values)
 
     def remember(self, given: tuple[Any, ...], scales: tuple[Any, ...], recent: Recent) -> None:
         """Enter these arguments in `recent`, where they stay for as long as all their tensors live."""

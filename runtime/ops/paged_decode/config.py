@@ -29,11 +29,11 @@ HEAD_DIMS = (64, 128, 256, 512)
 MOST_WARPS = 8
 """Warps of an SM that compute, shared out among its CTAs: as many as its registers feed."""
 
-REDUCE_WARPS = 8
-"""Warps of a reduction CTA, and the query rows that it takes where there are many."""
+MOST_STAGES = 12
+"""Ring stages that there are barriers for."""
 
-MAX_SPLITS = 256
-"""Most chunks that one sequence may be cut into; the reduction loops over them."""
+MAX_SPLITS = 1024
+"""Most chunks that one sequence may be cut into: more than the CTAs of any GPU here. Merging loops over them."""
 
 
 MOST_Q_BYTES = 32 * 1024
@@ -88,8 +88,8 @@ class DecodeConfig(KernelConfig):
         stages = self.stages(arch)
         if stages < 3:
             raise ConfigError(
-                f"paged_decode.mma: head_dim {self.head_dim} with {self.kv_format} leaves {stages} ring stages "
-                f"at ctas_per_sm {self.ctas_per_sm} on {arch.name}: expected at least 3"
+                f"paged_decode.mma: head_dim {self.head_dim} with {self.kv_format} and row_tile {self.row_tile} leaves "
+                f"{stages} ring stages at ctas_per_sm {self.ctas_per_sm} on {arch.name}: expected at least 3"
             )
         if self.merge_bytes > stages * self.stage_bytes:
             raise ConfigError(
@@ -97,10 +97,6 @@ class DecodeConfig(KernelConfig):
                 f"bytes of shared memory, and the ring has {stages * self.stage_bytes} at ctas_per_sm "
                 f"{self.ctas_per_sm} on {arch.name}"
             )
-
-    def requires(self) -> tuple[KernelConfig, ...]:
-        """The reduction, which merges what a split plan leaves."""
-        return (ReduceConfig(head_dim=self.head_dim, pdl=self.pdl),)
 
     # -- derived, never enumerated -------------------------------------------------------------
 
@@ -121,10 +117,11 @@ class DecodeConfig(KernelConfig):
 
     @property
     def stage_keys(self) -> int:
-        """Keys of one ring stage: a tile, half of one where a tile of K exceeds 16 KiB, a quarter for long heads."""
+        """Keys of one ring stage: a tile, half of one where so much K is large for a ring, a quarter for long heads."""
         if self.head_dim > 256:
             return TILE_KEYS // 4
-        return TILE_KEYS if TILE_KEYS * self.row_bytes <= 16 * 1024 else TILE_KEYS // 2
+        most = 16 * 1024 if self.ctas_per_sm == 2 else 64 * 1024
+        return TILE_KEYS if TILE_KEYS * self.row_bytes <= most else TILE_KEYS // 2
 
     @property
     def row_warps(self) -> int:
@@ -163,6 +160,15 @@ class DecodeConfig(KernelConfig):
         return loading, min(240, computing)
 
     @property
+    def lone_tile_cost(self) -> int:
+        """For the planner (see its LONE_TILE_COST): measured for bf16 and fp8, and in between.
+
+        Arithmetic weighs more against memory the more rows there are, and the fewer bits a code has.
+        """
+        cost = 88 * self.row_warps // KV_BITS[self.kv_format]
+        return max(8, cost * 4 // 3 if self.head_dim > 128 else cost)
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of one key's block scales."""
         return self.head_dim // NVFP4_BLOCK if self.kv_format == "nvfp4" else 0
@@ -196,24 +202,13 @@ class DecodeConfig(KernelConfig):
     """Barriers, row scales and results, then row statistics; a multiple of the swizzle's 1024 bytes."""
 
     def stages(self, arch: Arch) -> int:
-        """Ring stages that fit beside the other buffers, at most 15."""
+        """Ring stages that fit beside the other buffers, at most MOST_STAGES."""
         room = arch.smem_budget(self.ctas_per_sm) - self.FIXED_SMEM - self.q_bytes
-        return min(15, room // self.stage_bytes)
+        return min(MOST_STAGES, room // self.stage_bytes)
 
     def smem_bytes(self, arch: Arch) -> int:
         """Dynamic shared memory that a launch passes."""
         return self.FIXED_SMEM + self.q_bytes + self.stages(arch) * self.stage_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceConfig(KernelConfig):
-    """The kernel that merges the partial results of split sequences."""
-
-    family: ClassVar[str] = "paged_decode"
-    impl: ClassVar[str] = "reduce"
-
-    head_dim: int = axis("d", choices=HEAD_DIMS, doc="elements of one head")
-    pdl: bool = axis("pdl", choices=(True, False), default=False, doc="programmatic dependent launch")
-
-
-CONFIGS: dict[str, type[KernelConfig]] = {c.impl: c for c in (DecodeConfig, ReduceConfig, AppendConfig)}
+CONFIGS: dict[str, type[KernelConfig]] = {c.impl: c for c in (DecodeConfig, AppendConfig)}

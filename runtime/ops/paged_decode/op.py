@@ -77,7 +77,7 @@ class PagedDecode:
         self.sinks, self.q_lens = sinks, q_lens
         self._choices: dict[str, Any] = {"impl": impl, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm, "pdl": pdl}
         self._configs: dict[int, DecodeConfig] = {}
-        self._kernels: dict[tuple[int, bool], Kernel] = {}
+        self._kernels: dict[int, Kernel] = {}
         self.config(1)
 
     def config(self, group_size: int) -> DecodeConfig:
@@ -122,7 +122,7 @@ class PagedDecode:
 
         `policy` is `thor` on Thor and `balanced` elsewhere by default; the options are those of
         `planner.plan_splits`. `pad_to` fixes the length of the work list, and `capturable` picks a length
-        that suits the batch: such a plan launches the same grids whatever its lengths, so a captured graph
+        that suits the batch: such a plan launches the same grid whatever its lengths, so a captured graph
         stays valid across `Plan.update`. The plan's arrays travel to the device in order on `stream` (the
         current one by default), without waiting.
 
@@ -142,6 +142,7 @@ class PagedDecode:
             "policy": policy, "num_kv_heads": num_kv_heads, "q_tiles": q_tiles, "sm_count": self.info.sm_count,
             "ctas_per_sm": config.ctas_per_sm, "max_splits": max_splits, "force_splits": force_splits,
             "min_chunk_tiles": min_chunk_tiles, "pad_to": pad_to,
+            "lone_tile_cost": config.lone_tile_cost,
         }  # fmt: skip
         if capturable and not pad_to:
             slots = max(1, self.info.sm_count * config.ctas_per_sm // (num_kv_heads * q_tiles))
@@ -151,12 +152,10 @@ class PagedDecode:
 
     # -- for Plan ------------------------------------------------------------------------------
 
-    def kernel(self, config: DecodeConfig, group_size: int, *, reduce: bool, stream: int) -> Kernel:
-        """The decode kernel, or the reduction that it requires, loaded at the first request."""
-        found = self._kernels.get((group_size, reduce))
+    def kernel(self, config: DecodeConfig, group_size: int, *, stream: int) -> Kernel:
+        """The decode kernel of a GQA ratio, loaded at the first request."""
+        found = self._kernels.get(group_size)
         if found is None:
-            key = self.library.key_for(config.requires()[0] if reduce else config, self.device)
-            role = "reduce" if reduce else "decode"
-            found = self.library.kernel(key, self.device, role=role, stream=stream)
-            self._kernels[group_size, reduce] = found
+            key = self.library.key_for(config, self.device)
+            found = self._kernels[group_size] = self.library.kernel(key, self.device, role="decode", stream=stream)
         return found

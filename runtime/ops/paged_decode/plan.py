@@ -14,7 +14,7 @@ from cubinery.runtime import process
 from cubinery.runtime.errors import ArgumentError, CaptureError, PlanError
 from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.calls import Call, Recent
-from cubinery.runtime.ops.paged_decode.config import REDUCE_WARPS, DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
 from cubinery.runtime.ops.paged_decode.planner import DEFAULT_MAX_SPLITS, SplitPlan, host_lengths
 from cubinery.runtime.ops.paged_decode.streams import Upload, current_stream, on_stream, raw_stream
@@ -56,16 +56,16 @@ class Plan:
         self._window = Window(decode.window or 0, config.q_len)
         self.splits: SplitPlan = plan_visible(lengths, self._window, **options)
         # A list no longer than the batch has no room for a second item of any sequence.
-        self._reduces = options["max_splits"] != 1 and self.num_work > self.num_seqs
+        self._splits_some = options["max_splits"] != 1 and self.num_work > self.num_seqs
         self._fixed = options["pad_to"] > 0
-        # Updates stay within this plan's grid, and split nothing if it launches no reduction.
+        # Updates stay within this plan's grid and work list, and split nothing if there is no room for it.
         self._options = options | {"pad_to": self.splits.num_work}
-        if not self._reduces:
+        if not self._splits_some:
             self._options |= {"max_splits": 1, "force_splits": 0}
         group = self.shape.group_size
-        self._kernel = decode.kernel(config, group, reduce=False, stream=stream)
-        self._reduction = decode.kernel(config, group, reduce=True, stream=stream) if self._reduces else None
-        self._upload = Upload(decode.torch_device, 4 * self.num_work + 3 * self.num_seqs + 1, stream)
+        self._kernel = decode.kernel(config, group, stream=stream)
+        self._upload = Upload(decode.torch_device, 8 * self.num_work + self.num_seqs + 1, stream)
+        self._counters: dict[int, torch.Tensor] = {}  # of runs with a workspace, by its address
         self._ordered = -1  # the stream that last ran, known to follow the upload
         self._current = current_stream(decode.torch_device)
         self._calls: dict[tuple[int, int], Call] = {}  # by the addresses of K and V
@@ -74,21 +74,12 @@ class Plan:
         self._workspace: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
         work = self._upload.tensor.data_ptr()
-        seq_lens = work + 16 * self.num_work + 8 * self.num_seqs
-        self._one = seq_lens + 4 * self.num_seqs
-        rows = num_kv_heads * self.shape.n_q
-        # Where rows are many, a CTA of the reduction takes several; else it has one to itself.
-        rows_per_cta = REDUCE_WARPS if rows * self.num_seqs >= REDUCE_WARPS * decode.info.sm_count else 1
+        self._one = work + 32 * self.num_work + 4 * self.num_seqs
         self._constants: tensors.Values = {
             "work": work,
-            "splits": work + 16 * self.num_work,
-            "seq_lens": seq_lens,
             "num_work": self.num_work,
-            "num_seqs": self.num_seqs,
             "num_kv_heads": num_kv_heads,
             "q_tiles": options["q_tiles"],
-            "rows_per_cta": rows_per_cta,
-            "row_blocks": -(-rows // rows_per_cta),
             "n_q": self.shape.n_q,
             "group_size": group,
         }
@@ -110,24 +101,24 @@ class Plan:
 
     @property
     def num_work(self) -> int:
-        """Work items, padding included: an axis of the grid, fixed for the life of the plan."""
+        """Entries of the work list, unused ones included, fixed for the life of the plan."""
         return self.splits.num_work
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the kernels that `run` launches, in order."""
-        return (self._kernel.key,) if self._reduction is None else (self._kernel.key, self._reduction.key)
+        return (self._kernel.key,)
 
     @property
     def partial_slots(self) -> int:
         """Partial results that the workspace must hold, whatever lengths an update brings."""
         # A sequence in several items brings at least one item more than there are sequences.
         spare = self.num_work - self.num_seqs
-        return min(self.num_work, 2 * spare) if self._reduces else 0
+        return min(self.num_work, 2 * spare) if self._splits_some else 0
 
     def workspace_bytes(self) -> int:
         """Bytes that `run` needs as its workspace (16-byte aligned); 0 if nothing can be split."""
-        return self.partial_slots * self._row_counts() * 4 * (self.shape.head_dim + 2) + (16 if self._reduces else 0)
+        return self.partial_slots * self._row_counts() * 4 * (self.shape.head_dim + 2) + (16 if self._splits_some else 0)
 
     def _row_counts(self) -> int:
         """Output rows of one partial slot."""
@@ -165,8 +156,8 @@ class Plan:
         `seq_lens`: int32 or int64 (num_seqs,), read when `stream` gets there, so each replay plans for what they
         hold then. The first call fixes a bound, the longest length that the host has planned for: longer ones are
         cut to it, as the block table may hold no more; negative ones are 0. It also makes constants, so make it
-        before a capture; later calls wait for nothing and copy nothing from or to the host. The work list is filled
-        with the shortest chunks that it has room for, whatever the policy; `splits` remains the host's last plan.
+        before a capture; later calls wait for nothing and copy nothing from or to the host. The plan is the one
+        that `update` makes for these lengths; the attribute `splits` remains the host's last one.
 
         Follows earlier work of `stream`, as `update` does. Raises ArgumentError, PlanError, CaptureError.
         """
@@ -197,6 +188,8 @@ class Plan:
             raise PlanError(
                 f"force_splits = {options['force_splits']}: expected 0 for plans that are updated on the device"
             )
+        if options["policy"] != "balanced":
+            raise PlanError(f"policy = {options['policy']!r}: plans that are updated on the device are 'balanced'")
         return DevicePlanner(
             self._upload.tensor,
             num_work=self.num_work,
@@ -204,6 +197,10 @@ class Plan:
             max_length=int(self._lengths.max()),
             max_splits=options["max_splits"] or DEFAULT_MAX_SPLITS[options["policy"]],
             min_chunk_tiles=options["min_chunk_tiles"],
+            ctas=options["num_kv_heads"] * options["q_tiles"],
+            sm_count=options["sm_count"],
+            ctas_per_sm=options["ctas_per_sm"],
+            lone_tile_cost=options["lone_tile_cost"],
             window=self._window,
         )
 
@@ -215,7 +212,7 @@ class Plan:
 
     def _send(self, splits: SplitPlan, lengths: Any, stream: int) -> None:
         narrow = lengths.astype(np.int32)
-        self._upload.write([splits.device_work(narrow), splits.splits, narrow, _ONE], stream)
+        self._upload.write([splits.device_work(narrow), narrow, _ONE], stream)
         self._lengths = lengths
         self._ordered = stream
 
@@ -303,8 +300,7 @@ class Plan:
             self._order(raw)
         if self._generation != process.generation:
             process.check(self._generation, repr(self))
-        for enqueue in call.launches:
-            enqueue(raw)
+        call.enqueue(raw)
         return out, lse
 
     # -- inside --------------------------------------------------------------------------------
@@ -360,7 +356,7 @@ class Plan:
         if call is None:
             while len(self._calls) >= MAX_CALLS:
                 self._forget(next(iter(self._calls)))
-            call = self._calls[where] = Call(self._kernel, self._reduction, values)
+            call = self._calls[where] = Call(self._kernel, values)
         else:
             try:
                 call.rebind(values)
@@ -407,13 +403,35 @@ class Plan:
             base = self._upload.tensor.data_ptr()
         rows = self.partial_slots * self._row_counts()
         m_partial = base + rows * self.shape.head_dim * 4
-        return {"o_partial": base, "m_partial": m_partial, "l_partial": -(-(m_partial + rows * 4) // 16) * 16}
+        return {
+            "o_partial": base,
+            "m_partial": m_partial,
+            "l_partial": -(-(m_partial + rows * 4) // 16) * 16,
+            "counters": self._counters_of(base if needed else 0, raw),
+        }
+
+    def _counters_of(self, workspace: int, raw: int) -> int:
+        """Address of the counters that runs with this workspace share: zero now, and after every launch."""
+        if not workspace:  # nothing is split, so nobody counts
+            return self._upload.tensor.data_ptr()
+        counters = self._counters.get(workspace)
+        if counters is None:
+            if self._driver.is_capturing(raw):
+                raise CaptureError(
+                    "the first run of a plan with a workspace makes zeroed counters, which a graph capture would zero "
+                    "at each replay instead: run once with this workspace before the capture"
+                )
+            size = self.partial_slots * self.shape.num_kv_heads * self._options["q_tiles"]
+            with on_stream(self.decode.torch_device, raw):
+                counters = torch.zeros(size, dtype=torch.int32, device=self.decode.torch_device)
+            self._counters[workspace] = counters
+        return counters.data_ptr()
 
     def _check_table(self, table: torch.Tensor, num_pages: int, raw: int) -> None:
         """Every entry that the kernel will look up names a page. Waits for the device."""
         if self._driver.is_capturing(raw):
             raise CaptureError("check_block_table waits for the device, which a graph capture forbids: check before it")
-        first = 4 * self.num_work + 2 * self.num_seqs
+        first = 8 * self.num_work
         with on_stream(self.decode.torch_device, raw):
             entries = table.cpu().numpy()
             lengths = self._upload.tensor[first : first + self.num_seqs].cpu().numpy()

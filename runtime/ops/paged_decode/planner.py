@@ -1,13 +1,14 @@
 """Split-KV planning on the host: which CTA reads which tiles of which sequence.
 
-A tile is 128 keys. A work item is a run of tiles of one sequence; `num_kv_heads * q_tiles` CTAs serve
-it. Sequences cut into several items leave partial results that the reduction merges.
+A tile is 128 keys. A work item is a run of tiles of one sequence; `num_kv_heads * q_tiles` CTAs serve it. Sequences
+cut into several items leave partial results, which the CTA that finishes the last of them merges.
 
-Two policies. `thor` is the planner that the family's specification defines: one chunk length for the
-whole batch, chosen so that all items run in one wave. `balanced` splits by work whatever the batch
-size: it minimises an estimate of the grid's makespan and evens out the chunks of each sequence.
+Two policies. `thor` is the planner that the family's specification defines: one chunk length for the whole batch,
+chosen so that all items run in one wave. `balanced` splits by work whatever the batch size: it minimises an estimate
+of the grid's makespan and evens out the chunks of each sequence.
 
-Needs numpy; imports no torch. No Python loop runs over sequences or work items.
+Needs numpy; imports no torch. No Python loop runs over sequences or work items. `balanced` computes with integers
+alone, so that a planner on the device can give the same answer.
 """
 
 from __future__ import annotations
@@ -35,23 +36,19 @@ MAX_LENGTH = 2**31 - TILE_KEYS
 MAX_WORK = 65535
 """Most work items of a plan, and most sequences: each is an axis of a grid."""
 
-# Costs of the `balanced` estimate, in the time one CTA takes for one tile.
-CTA_TILES = 2.0
-"""Start, first loads in flight and epilogue of a CTA."""
-PARTIAL_TILES = 1.0
-"""Writing a partial result and reading it back."""
-REDUCE_TILES = 1.5
-"""The reduction's launch, paid once if anything is split."""
-FINEST = 3
-"""Chunks are not cut below this fraction of the tiles that a resident CTA gets if all work is even."""
-NEARLY_LEAST = 1.02
-"""An estimate this close to the least is as good, and fewer items cost less traffic and planning."""
+# The estimate of `balanced`, in sixteenths of the time that an SM of a full machine takes for one tile.
+CHUNK_FACTORS = (8, 10, 12, 14, 16, 17, 18, 19, 20, 22, 24, 28, 32, 40, 48, 64)
+"""Chunk lengths that are tried, in sixteenths of an SM's fair share of all tiles; unsplit comes last."""
+ITEM_COST = 8
+"""Start, first loads in flight and end of a CTA."""
+LONE_TILE_COST = 12
+"""What a tile costs a CTA that has an SM, or with another one half of it: it can get more than its share of the
+bandwidth while others have ended. Configurations whose arithmetic takes longer have a cost of their own. Where CTAs
+wait for others to end, three quarters of it come on top: the last ones run among few."""
+SPLIT_COST = 2
+"""Merging one more chunk of the most finely cut sequence."""
 
 _TILE_SHIFT = TILE_KEYS.bit_length() - 1
-_DEVICE_UNITS = np.array([1, TILE_KEYS, TILE_KEYS, 1], np.int32)
-
-_ESTIMATE_ELEMENTS = 2048
-"""Candidates times groups of sequences that the search evaluates, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +56,11 @@ class SplitPlan:
     """What the kernels read, and the numbers that size a launch."""
 
     work: Int32s
-    """(num_work, 4): sequence, first tile, end tile, partial slot; padding items are all zero."""
+    """(num_work, 4): sequence, first tile, end tile, partial slot; entries without work are all zero."""
     splits: Int32s
     """(num_seqs, 2): items of the sequence, its first partial slot (0 where it is not split)."""
     num_items: int
-    """Work items before padding."""
+    """Entries with work."""
     num_partials: int
     """Partial slots in use: the items of all sequences with more than one."""
     chunk_tiles: int
@@ -82,21 +79,22 @@ class SplitPlan:
         return int(self.splits[:, 0].max())
 
     def device_work(self, lengths: Int32s) -> Int32s:
-        """`work` as the decode kernel reads it, in one load and without a look at `seq_lens`, (num_work, 4):
+        """The plan as the decode kernel reads it, without a look at anything else, (num_work, 8):
 
-        sequence (-1 for a padding item), first key, end key (never past the sequence's end), and the partial
-        slot, or -1 where the sequence is not split and the result goes straight to O.
+        sequence (-1 in an entry without work), first key, end key (never past the sequence's end), keys of the
+        sequence; partial slot, items of the sequence (the result of a single one goes straight to O), its first
+        partial slot, and 0.
         """
         seq = self.work[:, 0]
-        device: Int32s = self.work * _DEVICE_UNITS
-        ends = device[:, 2]
-        np.minimum(ends, lengths.take(seq), out=ends)
-        if not self.num_partials:
-            device[:, 3] = -1
-        elif self.num_partials < self.num_items:
-            device[self.splits[:, 0].take(seq) < 2, 3] = -1
-        if self.num_items < self.num_work:
-            device[self.num_items :] = -1
+        device = np.zeros((self.num_work, 8), np.int32)
+        device[:, 0] = seq
+        np.multiply(self.work[:, 1:3], TILE_KEYS, out=device[:, 1:3])
+        keys = lengths.take(seq)
+        device[:, 3] = keys
+        np.minimum(device[:, 2], keys, out=device[:, 2])
+        device[:, 4] = self.work[:, 3]
+        device[:, 5:7] = self.splits.take(seq, axis=0)
+        device[self.num_items :] = -1
         return device
 
 
@@ -136,15 +134,16 @@ def plan_splits(
     force_splits: int = 0,
     min_chunk_tiles: int = 1,
     pad_to: int = 0,
+    lone_tile_cost: int = LONE_TILE_COST,
     checked: bool = False,
 ) -> SplitPlan:
     """Plan one decode step.
 
     `seq_lens` are keys per sequence, new tokens included. `q_tiles` is how many CTAs share the
-    packed query rows of a KV head. `max_splits` defaults to 16 (`thor`) or 256 (`balanced`).
+    packed query rows of a KV head. `max_splits` defaults to 16 (`thor`) or MAX_SPLITS (`balanced`).
     `force_splits` (0 is off) cuts the longest sequence into that many chunks. `pad_to` (0 is off) is
-    the exact length of the work list; `balanced` splits less to stay within it. `checked` says that
-    `seq_lens` comes from `host_lengths`.
+    the exact length of the work list; `balanced` splits less to stay within it. `lone_tile_cost` is the
+    configuration's (see LONE_TILE_COST). `checked` says that `seq_lens` comes from `host_lengths`.
 
     Raises PlanError for lengths or options that no plan can serve.
     """
@@ -168,14 +167,13 @@ def plan_splits(
     if 0 < pad_to < len(tiles):
         raise PlanError(f"pad_to = {pad_to}: {len(tiles)} sequences need at least as many work items")
     ctas = num_kv_heads * q_tiles
-    resident = sm_count * ctas_per_sm
-    slots = max(1, resident // ctas)
+    slots = max(1, sm_count * ctas_per_sm // ctas)
     if policy == "thor":
         chunk = _thor_chunk(tiles, slots, max_splits, force_splits, min_chunk_tiles)
-        counts = -(-tiles // chunk)
-        work, splits, partials, _ = _items(tiles, counts, chunk)
+        work, splits, partials, _ = _items(tiles, -(-tiles // chunk), chunk)
     else:
-        counts = _balanced_counts(tiles, ctas, resident, max_splits, force_splits, min_chunk_tiles, pad_to)
+        machine = (ctas, sm_count, ctas_per_sm, lone_tile_cost)
+        counts = _balanced_counts(tiles, *machine, max_splits, force_splits, min_chunk_tiles, pad_to)
         work, splits, partials, chunk = _items(tiles, counts, None)
     items = len(work)
     if items > MAX_WORK:
@@ -267,81 +265,37 @@ def _thor_chunk(tiles: Ints, slots: int, max_splits: int, force_splits: int, min
     return low
 
 
-def _counts(tiles: Ints, longest: int, pieces: Any, min_chunk_tiles: int) -> Ints:
-    """Items of each sequence when the longest is cut into `pieces` (a number, or a column of them)."""
-    counts = (tiles * pieces + (longest - 1)) // longest
-    if min_chunk_tiles > 1:
-        counts = np.minimum(counts, np.maximum(tiles // min_chunk_tiles, 1))
-    result: Ints = counts
-    return result
-
-
 def _balanced_counts(
-    tiles: Ints, ctas: int, resident: int, max_splits: int, force_splits: int, min_chunk_tiles: int, pad_to: int
-) -> Ints:
+    tiles: Ints, ctas: int, sm_count: int, ctas_per_sm: int, lone_tile_cost: int, max_splits: int, force_splits: int,
+    min_chunk_tiles: int, pad_to: int,
+) -> Ints:  # fmt: skip
     """Items of each sequence under the policy `balanced`."""
-    longest = int(tiles.max())
-    pieces = min(max_splits, max(1, longest // min_chunk_tiles))
+    longest, total = int(tiles.max()), int(tiles.sum())
+    # A chunk has `min_chunk_tiles` at least.
+    most = np.minimum(np.maximum(tiles // min_chunk_tiles, 1), max_splits)
     if force_splits:
-        pieces = min(force_splits, pieces)
-    else:
-        # Chunks far shorter than a resident CTA's fair share of all tiles even out nothing more.
-        pieces = min(pieces, -(-longest * FINEST * resident // (int(tiles.sum()) * ctas)))
-        if pieces > 1:
-            pieces = _search_pieces(tiles, longest, pieces, ctas, resident, min_chunk_tiles, pad_to)
-    counts = _counts(tiles, longest, pieces, min_chunk_tiles)
-    if pad_to and not force_splits:
-        # The search saw long tails of the batch as groups, so its count of items is not exact.
-        while int(counts.sum()) > pad_to:
-            pieces = max(1, min(pieces - 1, pieces * 7 // 8))
-            counts = _counts(tiles, longest, pieces, min_chunk_tiles)
-    return counts
-
-
-@lru_cache(maxsize=1024)
-def _ladder(low: int, high: int, steps: int) -> Ints:
-    """At most `steps` ascending integers from `low` to `high`, in about equal ratios."""
-    if high - low < steps:
-        return np.arange(low, high + 1)
-    return np.unique(np.rint(np.geomspace(low, high, steps)).astype(np.int64))
-
-
-@lru_cache(maxsize=1024)
-def _groups(num_seqs: int) -> tuple[Ints, Ints]:
-    """(first ranks, sizes) of at most 64 groups of the sequences by falling length, the longest alone."""
-    first = _ladder(1, num_seqs, 64) - 1
-    return first, np.diff(first, append=num_seqs)
-
-
-def _search_pieces(
-    tiles: Ints, longest: int, most: int, ctas: int, resident: int, min_chunk_tiles: int, pad_to: int
-) -> int:
-    """Into how many pieces, of at most `most`, to cut the longest sequence so that the grid ends soonest.
-
-    The estimate of the makespan, in tiles, is the greater of: all work spread evenly; and, for the C longest
-    CTAs, ceil(C / resident) times the shortest of them (wave quantisation). The grid starts long items first,
-    all heads of one together, so it comes close. Of candidates with nearly the least estimate, the fewest
-    pieces win.
-    """
-    falling = np.sort(tiles)[::-1]
-    first, sizes = _groups(len(tiles))
-    if len(first) < len(tiles):
-        falling = np.add.reduceat(falling, first) // sizes
-    candidates = _ladder(1, most, max(32, _ESTIMATE_ELEMENTS // len(falling)))
-    counts = _counts(falling, longest, candidates[:, None], min_chunk_tiles)
-    cost = falling / counts
-    # Half way to the whole tiles of the longest chunk: all CTAs share one memory, so the mean counts too.
-    cost = 0.5 * (cost + np.ceil(cost))
-    cost += CTA_TILES
-    split = counts > 1
-    cost += PARTIAL_TILES * split
-    counts *= sizes
-    ranks = counts.cumsum(axis=1)
-    items = ranks[:, -1]
-    spread = np.einsum("ij,ij->i", cost, counts) * (ctas / resident)
-    waves = (ranks * ctas + (resident - 1)) // resident
-    estimate = np.maximum((waves * cost).max(axis=1), spread)
-    estimate += REDUCE_TILES * split[:, 0]
+        chunk = np.array([[-(-longest // force_splits)]])
+        forced: Ints = np.minimum((tiles + (chunk - 1)) // chunk, most)[0]
+        return forced
+    share = 16 * total * ctas // sm_count
+    chunks = np.append(np.minimum(np.maximum((_FACTORS * share + 255) >> 8, 1), longest), longest)[:, None]
+    counts = np.minimum((tiles + (chunks - 1)) // chunks, most)
+    items = counts.sum(axis=1)
+    peak = ((tiles + (counts - 1)) // counts).max(axis=1)
+    even = (16 * total + ITEM_COST * items) * ctas // sm_count
+    grid = items * ctas
+    # One CTA an SM, or as many as fit there, or CTAs that wait for others to end.
+    beside = np.minimum(-(-grid // sm_count), ctas_per_sm)
+    estimate = np.maximum(even, lone_tile_cost * peak * beside)
+    estimate += (lone_tile_cost * peak * 3 >> 2) * (grid > sm_count * ctas_per_sm)
+    estimate += SPLIT_COST * counts.max(axis=1)
     if pad_to:
-        estimate[items > pad_to] = np.inf
-    return int(candidates[(estimate <= NEARLY_LEAST * estimate.min()).argmax()])
+        estimate[items > pad_to] = _NEVER
+    # Of estimates within 2 % of the least, the longest chunks: fewer items cost less traffic and planning.
+    good = 50 * estimate <= 51 * estimate.min()
+    found: Ints = counts[len(chunks) - 1 - int(good[::-1].argmax())]
+    return found
+
+
+_FACTORS = np.array(CHUNK_FACTORS)
+_NEVER = 1 << 50
