@@ -96,7 +96,7 @@ class KernelRecord:
     """The launch of one kernel of an artifact."""
 
     role: str
-    """What the family calls it: `decode`, `reduce`."""
+    """What the family calls it: `decode`, `append`."""
     symbol: str
     block: tuple[int, int, int]
     grid: tuple[str | int, str | int, str | int]
