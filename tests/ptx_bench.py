@@ -32,13 +32,13 @@ mad.lo.s32 %r6, %r8, %r7, %r9; mul.wide.u32 %rd7, %r6, 4; add.s64 %rd9, %rd8, %r
 """
 
 
-def source(body: str) -> str:
-    """The whole module; the body's first line is line 10."""
-    return f"{_HEADER}{body}\nret;\n}}\n"
+def source(body: str, functions: str = "") -> str:
+    """The whole module; the body's first line is line 10. `functions` stand at its end."""
+    return f"{_HEADER}{body}\nret;\n}}\n{functions}"
 
 
-def translate(body: str) -> Translation:
-    module = parse(source(body))
+def translate(body: str, functions: str = "") -> Translation:
+    module = parse(source(body, functions))
     return Translation(module, module.entries["k"])
 
 
@@ -55,6 +55,7 @@ def machine(
     initialised: bool = True,
     tensor_map: bytes = bytes(128),
     extra: tuple[Any, ...] = (),
+    functions: str = "",
     **options: Any,
 ) -> Machine:
     """A machine about to run the kernel on `data`; `extra` arrays are accessible too."""
@@ -64,7 +65,7 @@ def machine(
         memory.register(array.ctypes.data, array.nbytes, name="extra")
     params = struct.pack("<Q56x128s", data.ctypes.data, tensor_map)
     return Machine(
-        translate(body), memory, params, grid=(blocks, 1, 1), block=(threads, 1, 1), cluster=(cluster, 1, 1),
+        translate(body, functions), memory, params, grid=(blocks, 1, 1), block=(threads, 1, 1), cluster=(cluster, 1, 1),
         dynamic_smem=shared, schedule=named_schedule(schedule), checks=checks, **options,
     )  # fmt: skip
 

@@ -36,9 +36,10 @@ from cubinery.aot.ptxsim.isa.base import (
     Symbol,
     flatten,
 )
+from cubinery.aot.ptxsim.memory import wide
 from cubinery.aot.ptxsim.program import CONDITION, Segment
 
-_BITS = {"pred": 1, "b8": 16, "b16": 16, "b32": 32, "b64": 64}
+_BITS = {"pred": 1, "b8": 16, "b16": 16, "b32": 32, "b64": 64, "b128": 128}
 _RAW_VIEW = {"b8": "u16", "b16": "u16", "b32": "u32", "b64": "u64"}
 
 
@@ -145,6 +146,8 @@ class Scope:
             return value
         if "pred" in (value.kind, kind):
             raise ValueError("a predicate where a number is expected, or the reverse")
+        if "b128" in (value.kind, kind):
+            raise ValueError("128 bits where fewer are expected, or the reverse")
         dtype = np.dtype(DTYPES[kind]).name
         return Value(kind, {"raw": self.let(f"{self.view(value, 'raw')}.astype(np.{dtype})")})
 
@@ -152,7 +155,7 @@ class Scope:
         bits = constant_bits(operand, kind)
         found = self.immediates.get((bits, kind))
         if found is None:
-            array = np.full((1, 1), bits, DTYPES[kind])
+            array = wide128(bits) if kind == "b128" else np.full((1, 1), bits, DTYPES[kind])
             array.setflags(write=False)
             found = self.immediates[bits, kind] = Value(kind, {"raw": self.constant(array)})
         return found
@@ -180,7 +183,7 @@ class Scope:
             found = self.program.symbol(Symbol(base.name, base.offset + operand.offset))
             if isinstance(found, int):
                 return self.raw(Immediate(found), kind or "b64")
-            return self.let(found)
+            return self.view(self.convert(Value("b64", {"raw": self.let(found)}), kind or "b64"), "raw")
         if isinstance(base, Immediate):
             return self.raw(Immediate(base.value + operand.offset), kind or "b64")
         value = self.register(base)
@@ -231,6 +234,12 @@ def constant_bits(operand: Immediate, kind: str) -> int:
     if operand.width not in (0, _BITS[kind]):
         raise ValueError(f"a {operand.width}-bit float where {kind} is expected")
     return operand.value & ((1 << _BITS[kind]) - 1)
+
+
+def wide128(bits: int) -> Any:
+    """A constant of 128 bits."""
+    low, high = (np.full((1, 1), part & (2**64 - 1), np.uint64) for part in (bits, bits >> 64))
+    return wide(low, high)
 
 
 # -- pure instructions -----------------------------------------------------------------------------
@@ -285,8 +294,8 @@ def _call(scope: Scope, compiled: Compiled, values: list[Value], mask: str) -> l
 def emit_move(scope: Scope, instr: Instr) -> None:
     """mov (PTX ISA 9.7.9): a name copied; packing and unpacking of vectors."""
     (kind,) = instr.modifiers or ("",)
-    bits = {"pred": "pred", "16": "b16", "32": "b32", "64": "b64"}.get(kind if kind == "pred" else kind[1:])
-    if bits is None:
+    bits = kind if kind == "pred" else f"b{kind[1:]}"
+    if bits not in ("pred", "b16", "b32", "b64", "b128"):
         instr.unknown("type is not executed")
     guard = scope.guard(instr.guard)
     target, source = instr.operands
@@ -307,6 +316,11 @@ def emit_move(scope: Scope, instr: Instr) -> None:
 def _pack(scope: Scope, sources: tuple[Operand, ...], kind: str) -> Value:
     width = _BITS[kind] // len(sources)
     part = f"b{max(width, 16)}"
+    if kind == "b128":
+        if width != 64:
+            raise ValueError("128 bits are packed from two registers")
+        halves = ", ".join(scope.raw(source, part) for source in sources)
+        return Value(kind, {"raw": scope.let(f"{scope.constant(wide)}({halves})")})
     dtype = np.dtype(DTYPES[kind]).name
     terms = []
     for i, source in enumerate(sources):
@@ -319,6 +333,13 @@ def _unpack(scope: Scope, targets: tuple[Operand, ...], value: Value, kind: str,
     width = _BITS[kind] // len(targets)
     part = f"b{max(width, 16)}"
     source = scope.view(value, "raw")
+    if kind == "b128":
+        if width != 64:
+            raise ValueError("128 bits are unpacked to two registers")
+        halves = [scope.let(f"{source}[{half!r}]") for half in ("low", "high")]
+        for target, name in zip(targets, halves, strict=True):
+            scope.write(target, Value(part, {"raw": name}), guard)
+        return
     for i, target in enumerate(targets):
         if isinstance(target, Discard):
             continue

@@ -21,9 +21,10 @@ from cubinery.aot.ptxsim.faults import LaunchFault
 from cubinery.aot.ptxsim.launch import Launch, usable_cores
 from cubinery.aot.ptxsim.machine import Checks, Machine
 from cubinery.aot.ptxsim.memory import GlobalMemory
-from cubinery.aot.ptxsim.parser import Module, parse
+from cubinery.aot.ptxsim.parser import parse
 from cubinery.aot.ptxsim.schedule import Counters, Fair
 from cubinery.aot.ptxsim.shares import shares
+from cubinery.aot.ptxsim.syntax import Module
 from cubinery.aot.ptxsim.tensormap import TensorMap
 from cubinery.aot.ptxsim.translate import Translation
 from cubinery.aot.ptxsim.waits import Tracer

@@ -15,10 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cubinery.aot.ptxsim.parser import Variable
+from cubinery.aot.ptxsim.isa.base import WIDE
+from cubinery.aot.ptxsim.syntax import Variable
 
-WIDTHS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-FULL = {width: np.iinfo(dtype).max for width, dtype in WIDTHS.items()}
+_VIEWS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+WIDTHS: dict[int, Any] = {**_VIEWS, 16: WIDE}
+"""The type of an element by its bytes."""
+FULL = {width: np.iinfo(dtype).max for width, dtype in _VIEWS.items()}
 """Marks of an element that has been written as a whole."""
 SHARED_BASE = 0x400
 """Where a CTA's shared memory starts in its window: the hardware keeps what lies below."""
@@ -29,6 +32,13 @@ WINDOW = 0x0100_0000_0000_0000
 GENERIC = {"shared": WINDOW, "param": 2 * WINDOW, "local": 3 * WINDOW}
 POISON = 0xFF
 """Byte in memory that nothing wrote: NaN in every float format."""
+
+
+def wide(low: Any, high: Any) -> Any:
+    """128 bits from their halves."""
+    result = np.empty(np.broadcast_shapes(low.shape, high.shape), WIDE)
+    result["low"], result["high"] = low, high
+    return result
 
 
 class AccessError(Exception):
@@ -49,11 +59,14 @@ class Block:
         """uint8, one dimension; starts and ends on 8 bytes."""
         self.written = written
         """uint8 like `data`, 255 where written; None where everything counts as written."""
-        self._views = {width: data.view(dtype) for width, dtype in WIDTHS.items()}
-        self._written = None if written is None else {w: written.view(dtype) for w, dtype in WIDTHS.items()}
+        self._views = {width: data.view(dtype) for width, dtype in _VIEWS.items()}
+        self._written = None if written is None else {w: written.view(dtype) for w, dtype in _VIEWS.items()}
 
     def load(self, index: Any, width: int, count: int) -> tuple[Any, ...]:
         """`count` elements of `width` bytes from byte `index` (any shape)."""
+        if width == 16:
+            halves = self.load(index, 8, 2 * count)
+            return tuple(wide(low, high) for low, high in zip(halves[::2], halves[1::2], strict=True))
         view, at = self._views[width], index // width if width > 1 else index
         return tuple(view.take(at + i if i else at) for i in range(count))
 
@@ -61,6 +74,8 @@ class Block:
         """Where an element that is wanted holds a byte never written; None where nothing does."""
         if self._written is None:
             return None
+        if width == 16:
+            return self.unwritten(index, 8, 2 * count, tuple(w for w in wanted for _ in range(2)))
         view, at = self._written[width], index // width
         full = FULL[width]
         bad = None
@@ -72,6 +87,9 @@ class Block:
 
     def store(self, index: Any, width: int, values: tuple[Any, ...]) -> None:
         """Elements of `width` bytes to byte `index` (one dimension); where indices repeat the last one stays."""
+        if width == 16:
+            self.store(index, 8, tuple(v[half] for v in values for half in ("low", "high")))
+            return
         view, at = self._views[width], index // width
         for i, value in enumerate(values):
             view[at + i] = value

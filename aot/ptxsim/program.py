@@ -22,7 +22,7 @@ from cubinery.aot.ptxsim.isa.base import (
     Symbol,
     Vector,
 )
-from cubinery.aot.ptxsim.parser import Entry, Label
+from cubinery.aot.ptxsim.syntax import Entry, Label
 
 NO_RESULT = {
     "st", "red", "bar", "barrier", "membar", "fence", "cp", "bra", "ret", "exit", "setmaxnreg", "griddepcontrol",

@@ -11,8 +11,8 @@ from cubinery.aot.ptxsim.codegen import Scope, build, segment_source
 from cubinery.aot.ptxsim.emit import emit, wait
 from cubinery.aot.ptxsim.isa.base import Instr, Register, Symbol
 from cubinery.aot.ptxsim.memory import GENERIC, SHARED_BASE
-from cubinery.aot.ptxsim.parser import Entry, Module, Variable
 from cubinery.aot.ptxsim.program import Segment, defined, segments, used
+from cubinery.aot.ptxsim.syntax import Entry, Module, Variable
 
 
 @dataclass(slots=True)

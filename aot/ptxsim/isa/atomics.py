@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cubinery.aot.ptxsim.isa.base import WIDE
 from cubinery.aot.ptxsim.isa.half import narrow, widen
 from cubinery.aot.ptxsim.isa.rounding import to_odd, two_sum
 from cubinery.aot.ptxsim.isa.values import Array, canonical32, flush32, packed16, propagate64
@@ -67,6 +68,8 @@ def atomic(operation: str, kind: str, flush: bool = False) -> tuple[Function, An
     """
     if flush and (operation, kind) == ("add", "f32"):
         return _add_f32_flushed, np.uint32
+    if kind == "b128" and operation in ("exch", "cas"):
+        return _INTEGER[operation], WIDE
     if operation == "add" and kind in _FLOAT_ADD:
         return _FLOAT_ADD[kind]
     kinds = {

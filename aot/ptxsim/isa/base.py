@@ -1,8 +1,8 @@
 """What the simulator's parts share: instructions as parsed, and how an instruction group offers its opcodes.
 
-Values. A register of a gang is an array of shape (warps, 32) of raw bits: bool for `.pred`, uint16 for
-`.b16` (and `.b8`), uint32 for `.b32`, uint64 for `.b64`; a `.b128` register is an array (warps, 32, 2) of
-uint64, low half first. Arrays are values: no operation writes into one that it was given.
+Values. A register of a gang is an array of shape (warps, 32) of raw bits: bool for `.pred`, uint16 for `.b16` (and
+`.b8`), uint32 for `.b32`, uint64 for `.b64`, and for `.b128` a pair of uint64 (WIDE). Arrays are values: no operation
+writes into one that it was given.
 
 Opcodes. A file of `isa/` exports `OPCODES: dict[str, Operation]`, keyed by the first word of the opcode
 (`add`, `cvt`, `mma`). When a kernel is translated, `Operation.specialise(instr)` reads types and modifiers
@@ -21,12 +21,16 @@ import numpy as np
 
 from cubinery.aot.ptxsim.errors import SimError
 
+WIDE = np.dtype([("low", np.uint64), ("high", np.uint64)])
+"""128 bits, which can be moved and compared and no more."""
+
 DTYPES: dict[str, Any] = {
     "pred": np.bool_,
     "b8": np.uint16,  # PTX has no 8-bit register arithmetic: an 8-bit value sits in 16 bits
     "b16": np.uint16,
     "b32": np.uint32,
     "b64": np.uint64,
+    "b128": WIDE,
 }
 """The NumPy type in which a register of each PTX type keeps its bits."""
 

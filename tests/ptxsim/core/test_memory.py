@@ -21,6 +21,16 @@ def test_narrow_loads_extend_and_narrow_stores_cut() -> None:
     assert data[1] == 0x23450000 | ((-127 + 0x80 - 2) & 0xFF)
 
 
+@pytest.mark.parametrize("name", ["smem", "own"])
+def test_shared_variables_by_their_names(name: str) -> None:
+    body = f"""
+    .shared .align 8 .b8 own[16]; setp.eq.b32 %p1, %r9, 0;
+    @%p1 st.shared.b32 [{name}+4], 5; bar.sync 0; red.shared.add.u32 [{name}+4], 2; bar.sync 0;
+    ld.shared.b32 %r1, [{name}+4]; st.global.b32 [%rd9], %r1;
+    """
+    assert (run(body) == 69).all()
+
+
 def test_vectors_through_shared_memory() -> None:
     body = """
     mov.b32 %r1, smem; shl.b32 %r2, %r9, 4; add.s32 %r1, %r1, %r2;

@@ -16,7 +16,8 @@ from cubinery.aot.ptxsim.isa.base import (
     Symbol,
     Vector,
 )
-from cubinery.aot.ptxsim.parser import Entry, Label, ParseError, Variable, parse
+from cubinery.aot.ptxsim.parser import parse
+from cubinery.aot.ptxsim.syntax import Entry, Label, ParseError, Variable
 
 HEADER = ".version 9.4\n.target sm_90a\n.address_size 64\n"
 

@@ -14,14 +14,11 @@ from ptxsim.silicon.running import Recorded, differences, load_records, run
 
 from cubinery.aot.ptxsim.driver import SimDriver
 from cubinery.aot.ptxsim.faults import Fault
-from cubinery.aot.ptxsim.isa.base import UnknownInstruction
 from cubinery.aot.ptxsim.schedule import schedule
 from cubinery.runtime.library import Library
 
 RECORDS = load_records()
 ENTRIES = pytest.mark.parametrize("name", list(corpus()))
-REFUSED = {"memory_b128_atomics": r"type is not executed: mov\.b128"}
-"""Entries with an instruction that the simulator does not execute, and how it says so (docs/ptxsim.md lists them)."""
 _ADD2 = (
     "ptxas expands it to a loop of compare and swap whose upper half is no sum; a chip's own add in global memory is"
 )
@@ -68,10 +65,6 @@ def test_the_corpus_is_recorded() -> None:
 @ENTRIES
 def test_the_simulator_agrees_with_the_chip(name: str, simulate: Callable[[str], bytes]) -> None:
     silicon = recorded(name)
-    if name in REFUSED:
-        with pytest.raises(UnknownInstruction, match=REFUSED[name]):
-            simulate(name)
-        return
     if silicon is None:
         with contextlib.suppress(Fault):
             assert len(simulate(name)) == corpus()[name].out_bytes
