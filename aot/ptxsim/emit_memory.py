@@ -8,6 +8,7 @@ from cubinery.aot.ptxsim.codegen import Scope, Value
 from cubinery.aot.ptxsim.emit_words import SCOPES, SPACES, TYPES, index_of, memory_words, vector_of, width_of
 from cubinery.aot.ptxsim.isa import matrix_memory
 from cubinery.aot.ptxsim.isa.async_copy import combine
+from cubinery.aot.ptxsim.isa.atomics import atomic as atomic_operation
 from cubinery.aot.ptxsim.isa.base import (
     DTYPES,
     Address,
@@ -115,6 +116,7 @@ def atomic(scope: Scope, instr: Instr) -> None:
     count = max(count, vector_of(mods))
     kind = early or mods.expect(*TYPES)
     mods.done()
+    atomic_operation(operation, kind)
     returns = instr.opcode == "atom"
     operands = instr.operands[1:] if returns else instr.operands
     if len(operands) != (3 if operation == "cas" else 2) + hint:

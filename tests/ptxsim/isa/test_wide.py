@@ -77,7 +77,11 @@ def test_faults() -> None:
     with pytest.raises(MisalignedFault, match="a multiple of 16"):
         run(REGISTERS + "ld.global.b128 %q1, [%rd3+8];", words=132)
     with pytest.raises(UninitialisedFault):
-        run(REGISTERS + ".shared .align 16 .b8 x[16]; st.shared.b64 [x], 1; ld.shared.b128 %q1, [x];")
+        run(
+            REGISTERS
+            + ".shared .align 16 .b8 x[16]; st.shared.b64 [x], 1; ld.shared.b128 %q1, [x]; st.global.b128 [%rd3], %q1;",
+            words=128,
+        )
 
 
 @pytest.mark.parametrize(
