@@ -122,6 +122,10 @@ class Format:
             found += [(8 * u * chunk + n, 2 * u, columns[n : n + 4]) for n in range(0, 2 * u, 4)]
         return found
 
+    def merge_offset(self, column: Any) -> Any:
+        """Where a column of O (a multiple of 4 but for bf16) lies in its row, in bytes, while slices are merged."""
+        return column * 4
+
 
 class Bf16(Format):
     """16-bit elements: no conversion, bf16 MMA."""
@@ -188,3 +192,8 @@ class E2m1(Format):
     def v_codes(self, register: Any) -> Sequence[Any]:
         """Columns 0 to 3 of each unit."""
         return ptx.e2m1x8_to_f16x2x4(register)
+
+    def merge_offset(self, column: Any) -> Any:
+        """Quads store every other 16 bytes: two of four take the ones between, so that they meet in no bank."""
+        chunk = column >> 2
+        return (chunk ^ ((chunk >> 2) & 1)) * 16

@@ -92,6 +92,11 @@ class SixBit(Format):
         )  # fmt: skip
         return [self.widen(w, bit + k) for w, bit in zip(windows, (0, 4, 0, 4), strict=True) for k in (0, 6)]
 
+    def merge_offset(self, column: Any) -> Any:
+        """Quads store every 128 bytes, or 64: each moves by its number, so that they meet in no bank."""
+        chunk = column >> 2
+        return (chunk ^ ((chunk >> (3 if self.unit_codes == 16 else 2)) & 3)) * 16
+
     def widen(self, window: Any, bit: int) -> Any:
         """The codes at a bit of both halves as f16x2."""
         return ptx.widen_codes(window, bit, bits=6, exponent_bits=self.element.exponent_bits)

@@ -51,7 +51,7 @@ class Epilogue(MmaTile):
             for first, step, places in self.format.output_vectors():
                 values = [o[4 * tile + 2 * j + e] * factor for tile, e in places]
                 store = ptx.store_shared_f32x4 if len(values) == 4 else ptx.store_shared_f32x2
-                store(target + (first + step * quad) * 4, values)
+                store(target + self.format.merge_offset(first + step * quad), values)
 
     def stats(self, smem, key_group, row):
         return smem + ROW_STATS + (key_group * self.config.row_tile + row) * 8
@@ -104,9 +104,7 @@ class Epilogue(MmaTile):
                 store_f32(l_partial, part_row + n, total)
             else:
                 # A row that saw no key has -inf.
-                store_f32(
-                    lse, stat_row + n, cutlass.select_(total == 0.0, Float32(NEG_INF), m + cute.math.log(total))
-                )
+                store_f32(lse, stat_row + n, cutlass.select_(total == 0.0, Float32(NEG_INF), m + cute.math.log(total)))
 
     @cute.jit
     def store_o(self, smem, tidx, row0, n_q, group_size, scale_o, is_split, target, part):
@@ -122,7 +120,7 @@ class Epilogue(MmaTile):
             column = index % vectors
             n = row0 + row
             if n < n_q:
-                source = smem + self.ring + row * (self.o_pad * 4) + column * 16
+                source = smem + self.ring + row * (self.o_pad * 4) + self.format.merge_offset(column * 4)
                 values = ptx.load_shared_f32x4(source)
                 for k in cutlass.range_constexpr(1, c.key_warps):
                     more = ptx.load_shared_f32x4(source + k * (c.row_tile * self.o_pad * 4))
