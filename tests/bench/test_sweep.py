@@ -141,7 +141,7 @@ def test_keys_of_a_run_can_be_built(tmp_path: Path, capsys: pytest.CaptureFixtur
     captured = capsys.readouterr()
     (tmp_path / "keys.json").write_text(captured.out)
     built = {item.key for item in from_misses(tmp_path / "keys.json")}
-    assert {json.loads(text)["key"] for text in captured.out.splitlines()} < built  # and what they require
+    assert {json.loads(text)["key"] for text in captured.out.splitlines()} <= built  # and what they require
     served = [w for w in keys.wanted(SHAPES, ("fp8", "bf16"), swept=True) if w[1] in ("fp8", "bf16")]
     unserved = captured.err.splitlines()
     assert all(text.startswith("benchmarks: no kernel: ") for text in unserved)
