@@ -106,7 +106,9 @@ class Barriers(Access):
             self.fail(DivergedFault, "not all lanes of the warp execute it", g, k, mask & partial[:, None])
 
     def warp_barrier(self, g: Gang, mask: Any) -> None:
-        """bar.warp.sync: the machine has brought the lanes together already."""
+        """bar.warp.sync: the machine has brought the lanes together already; now they know of each other."""
+        if self.races is not None:
+            self.races.converge(g, g.mask if mask is None else mask)
 
     def barrier_arrive(self, g: Gang, mask: Any, k: int, number: Any, count: Any) -> None:
         """bar.arrive."""
@@ -217,7 +219,7 @@ class Barriers(Access):
                     if state.known is None:
                         state.known = self.races.fresh()
                     if release:
-                        self.races.release(state.known, int(g.cta[row, 0]), warp % self.wpc)
+                        self.races.release(state.known, int(g.cta[row, 0]), warp % self.wpc, active[row])
                     else:  # relaxed, after a fence: what came before the fence is ordered
                         np.maximum(state.known, fenced, out=state.known)
                 self.cluster_complete(base)
@@ -357,7 +359,7 @@ class Barriers(Access):
         except Fault as error:
             self.fail(type(error), f"at {key[1]:#x}: {error.detail}", g, k, _one(g, row, lane))
         if self.races is not None:
-            self.races.release(barrier.known, int(g.cta[row, 0]), int(g.warps[row]) % self.wpc)
+            self.races.release(barrier.known, int(g.cta[row, 0]), int(g.warps[row]) % self.wpc, lane)
         self.mbarrier_advance(key, barrier)
 
     def mbarrier_advance(self, key: tuple[int, int], barrier: MBarrier) -> None:

@@ -108,7 +108,7 @@ class BulkCopies(Copies):
             found.pending += increment
             warp, slot = int(g.warps[row]), int(g.cta[row, 0])
             place = self.place(g, k)
-            knows = None if self.races is None else self.races.publish(slot, warp % self.wpc)
+            knows = None if self.races is None else self.races.publish(slot, warp % self.wpc, lane)
             clocks = () if self.races is None else self._copied(slot, warp)
 
             def land(key: Any = key, place: Any = place, knows: Any = knows, clocks: Any = clocks) -> None:
@@ -171,7 +171,7 @@ class BulkCopies(Copies):
             return
         if form.destination == "global":
             self._bulk_source(to, size, writes=True)
-            done = self._bulk_read(g, row, k, slot, start, start + size)
+            done = self._bulk_read(g, row, lane, k, slot, start, start + size)
 
             def store() -> None:
                 old, new = self._writable(to, size), read()
@@ -192,11 +192,11 @@ class BulkCopies(Copies):
         if form.source != "global" and self.races is not None:
             unit, local = self.races.unit, self.races.async_agent(slot, -1 - int(g.warps[row]))
             units = np.arange(start // unit, (start + size) // unit)
-            value = self.races.async_read(self, g, row, k, slot, local, units)
+            value = self.races.async_read(self, g, row, k, slot, local, units, lane=lane)
             source = (self.races.agent(slot, local), value)
         for slot_, key_ in places:
             self._signalled(g, row, lane, k, key_)
-            self._bulk_load(g, row, k, slot_, offset, size, key_, read, combine, source)
+            self._bulk_load(g, row, lane, k, slot_, offset, size, key_, read, combine, source)
 
     def store_async(
         self, g: Gang, mask: Any, k: int, to: Any, values: tuple[Any, ...], barrier: Any, operation: str, kind: str
@@ -218,12 +218,12 @@ class BulkCopies(Copies):
                 self._placed(BarrierFault("the data and the mbarrier lie in different CTAs"), g, k, row, lane)
             try:
                 read = partial(np.copy, data[row, lane])
-                self._bulk_load(g, row, k, slot, offset, size, key, read, combine, None, proxy=False)
+                self._bulk_load(g, row, lane, k, slot, offset, size, key, read, combine, None, proxy=False)
             except OutOfBoundsFault as error:
                 self._placed(error, g, k, row, lane)
 
     def _bulk_load(
-        self, g: Gang, row: int, k: int, slot: int, offset: int, size: int, key: tuple[int, int],
+        self, g: Gang, row: int, lane: int, k: int, slot: int, offset: int, size: int, key: tuple[int, int],
         read: Callable[[], Any], combine: Callable[[Any, Any], Any] | None, source: tuple[int, int] | None,
         proxy: bool = True,
     ) -> None:  # fmt: skip
@@ -233,7 +233,7 @@ class BulkCopies(Copies):
         if self.races is not None:
             unit, local = self.races.unit, self.races.async_agent(slot, key[1])
             units = np.arange(start // unit, (start + size) // unit)
-            value = self.races.async_write(self, g, row, k, slot, local, units, proxy=proxy)
+            value = self.races.async_write(self, g, row, k, slot, local, units, proxy=proxy, lane=lane)
             clock = (self.races.agent(slot, local), value)
 
         def land() -> None:

@@ -53,7 +53,7 @@ class Copies(Barriers):
         index = self._rows(g, k, address, form.rows)
         block = self.shared.block
         if self.races is not None:
-            self.races.read(self, g, None, k, self._per_lane(g, index), 16)
+            self.races.read(self, g, None, k, self._per_lane(g, index), 16, collective=True)
         if self.uninitialised:
             bad = block.unwritten(index, 8, 2, (True, True))
             if bad is not None and bad.any():
@@ -165,7 +165,7 @@ class Copies(Barriers):
         if self.races is not None:
             local = self.races.async_agent(slot, key[1])
             units = np.arange(start // self.races.unit, (start + tile.shared_bytes) // self.races.unit)
-            value = self.races.async_write(self, g, row, k, slot, local, units)
+            value = self.races.async_write(self, g, row, k, slot, local, units, lane=lane)
             clock = (self.races.agent(slot, local), value)
         shared = self.shared.of(slot)
 
@@ -225,7 +225,7 @@ class Copies(Barriers):
                 self._placed(
                     UninitialisedFault(f"a box reads shared memory at {offset:#x}, never all written"), g, k, row, lane
                 )
-            done = self._bulk_read(g, row, k, slot, start, stop)
+            done = self._bulk_read(g, row, lane, k, slot, start, stop)
             shared = self.shared.of(slot)
 
             def land(
@@ -253,13 +253,14 @@ class Copies(Barriers):
 
     # -- groups --------------------------------------------------------------------------------
 
-    def _bulk_read(self, g: Gang, row: int, k: int, slot: int, start: int, stop: int) -> Callable[[], None]:
+    def _bulk_read(self, g: Gang, row: int, lane: int, k: int, slot: int, start: int, stop: int) -> Callable[[], None]:
         """Enter a copy that reads shared memory [start, stop) into its warp's open group; call the result when done."""
         clock = None
         if self.races is not None:
             unit = self.races.unit
             local = self.races.async_agent(slot, -1 - int(g.warps[row]))
-            value = self.races.async_read(self, g, row, k, slot, local, np.arange(start // unit, stop // unit))
+            units = np.arange(start // unit, stop // unit)
+            value = self.races.async_read(self, g, row, k, slot, local, units, lane=lane)
             clock = (self.races.agent(slot, local), value)
         return self.groups.add(("bulk", int(g.warps[row])), clock)
 

@@ -254,17 +254,17 @@ class Machine(Deadlocks):
         """A special register."""
         return self.specials.read(g, name)
 
-    def fence(self, g: Gang, _mask: Any, _k: int, kind: str) -> None:
+    def fence(self, g: Gang, mask: Any, _k: int, kind: str) -> None:
         """fence, membar: what the checks know of the async proxy, of mbarriers, and of relaxed arrivals to come."""
         if self.races is None:
             return
         if kind != "async":
             for slot, warp in zip(g.cta[:, 0].tolist(), g.warps.tolist(), strict=True):
-                self.fence_clocks[warp] = self.races.clock[slot, warp % self.wpc].copy()
+                self.fence_clocks[warp] = self.races.publish(slot, warp % self.wpc)
         if not kind:
             return
         if kind == "async":
-            self.races.fence_async(g)
+            self.races.fence_async(g, mask)
         for warp in g.warps.tolist():
             for barrier in self.unfenced.pop(warp, ()):
                 barrier.fenced = True

@@ -1,8 +1,9 @@
-"""Order of accesses to tensor memory, by the vector clocks of races.py.
+"""Order of accesses to tensor memory, by the vector clocks of clocks.py.
 
 Units are 16 lanes x 1 column. A warp's loads and stores, and the pipe of a CTA, are agents; within an agent the order
 of issue holds. A store counts until its wait::st, when its clock is set anew; meeting a store before its wait is a
-fault by itself. A load counts when it is issued: generated code often goes on with its registers, without wait::ld.
+fault by itself. So does a load until its wait::ld: before that, nothing that the warp says to others covers it.
+Loads and stores are the whole warp's, so what any of its lanes publishes covers them.
 Freeing columns counts as a write of all of them, so that a warp which frees what others still use is reported whatever
 the schedule.
 """
@@ -17,6 +18,7 @@ import numpy as np
 from cubinery.aot.ptxsim.faults import RaceFault, TensorMemoryFault
 from cubinery.aot.ptxsim.isa.tensor_memory import COLUMNS, LANES, AccessForm, cells, split
 from cubinery.aot.ptxsim.races import Races
+from cubinery.aot.ptxsim.state import LANES as WARP
 from cubinery.aot.ptxsim.state import Gang
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ GROUP = 16
 UNITS = LANES // GROUP * COLUMNS
 """Units of a CTA's tensor memory."""
 NOBODY = -1
+UNDER_WAY = np.iinfo(np.int32).max
+"""The clock of a load that nobody waited for yet."""
 
 
 @lru_cache(maxsize=256)
@@ -55,9 +59,11 @@ class TensorOrder:
         self.races = races
         self.writer = np.full(slots * UNITS, NOBODY, np.int16)
         self.write_clock = np.zeros(slots * UNITS, np.int32)
-        self.read_clock = np.zeros((slots * UNITS, races.agents), np.int32)
+        self.read_clock = np.zeros((slots * UNITS, races.cluster * races.holders), np.int32)
         self.storing: dict[int, list[Array]] = {}
         """Units that a warp stored since its last wait::st."""
+        self.loading: dict[int, list[Array]] = {}
+        """Units that a warp loaded since its last wait::ld."""
 
     def reset(self, slot: int) -> None:
         """A new CTA in a slot."""
@@ -66,6 +72,7 @@ class TensorOrder:
         self.write_clock[span] = self.read_clock[span] = 0
         for warp in range(slot * wpc, (slot + 1) * wpc):
             self.storing.pop(warp, None)
+            self.loading.pop(warp, None)
 
     # -- warps ---------------------------------------------------------------------------------
 
@@ -74,6 +81,7 @@ class TensorOrder:
         at, agent, own = self._begin(rt, g, row, k, slot, units, "loads")
         self._written_before(rt, g, row, k, at, "loads", agent)
         self.read_clock[at, agent] = own
+        self.loading.setdefault(int(g.warps[row]), []).append(at)
 
     def store(self, rt: Access, g: Gang, row: int, k: int, slot: int, units: Array) -> None:
         """tcgen05.st by row's warp."""
@@ -92,9 +100,16 @@ class TensorOrder:
     def stores_done(self, warp: int) -> None:
         """wait::st: the stores count as made now."""
         slot, local = divmod(warp, self.races.wpc)
-        agent = self.races.agent(slot, local)
+        agent = self.races.holder(slot, local)
         for at in self.storing.pop(warp, ()):
-            self.write_clock[at[self.writer[at] == agent]] = self.races.clock[slot, local, 0, agent]
+            self.write_clock[at[self.writer[at] == agent]] = self.races.now[slot, local]
+
+    def loads_done(self, warp: int) -> None:
+        """wait::ld: the loads count as made now."""
+        slot, local = divmod(warp, self.races.wpc)
+        agent = self.races.holder(slot, local)
+        for at in self.loading.pop(warp, ()):
+            self.read_clock[at, agent] = np.minimum(self.read_clock[at, agent], self.races.now[slot, local])
 
     # -- the pipe ------------------------------------------------------------------------------
 
@@ -103,21 +118,21 @@ class TensorOrder:
     ) -> tuple[int, int]:
         """Work that row's warp gives to a pipe (CTA slot, local agent) touches units of CTA `slot`.
 
-        Returns (agent, clock), which the next commit publishes.
+        Returns (column, clock), which the next commit publishes.
         """
         at, _, _ = self._begin(rt, g, row, k, slot, units, "uses")
-        agent = self.races.agent(*pipe)
+        agent, column = self.races.holder(*pipe), self.races.agent(*pipe)
         if writes:
             self._untouched(rt, g, row, k, at, "overwrites", agent)
         else:
             self._written_before(rt, g, row, k, at, "reads", agent)
         clock = self.races.clock[pipe]
-        clock[:, agent] += 1
+        clock[:, column] += 1
         if writes:
-            self.writer[at], self.write_clock[at] = agent, clock[0, agent]
+            self.writer[at], self.write_clock[at] = agent, clock[0, column]
         else:
-            self.read_clock[at, agent] = clock[0, agent]
-        return agent, int(clock[0, agent])
+            self.read_clock[at, agent] = clock[0, column]
+        return column, int(clock[0, column])
 
     # -- checks --------------------------------------------------------------------------------
 
@@ -129,16 +144,25 @@ class TensorOrder:
         mine = int(g.warps[row])
         for warp, stored in self.storing.items():
             if stored and (own or warp != mine) and any(np.isin(at, part).any() for part in stored):
-                who = self.races.describe(self.races.agent(*divmod(warp, self.races.wpc)))
+                who = self._name(self.races.holder(*divmod(warp, self.races.wpc)))
                 detail = f"{does} tensor memory that {who} stores to, before its tcgen05.wait::st"
                 rt.fail(TensorMemoryFault, detail, g, k, _row(g, row))
         cta, local = divmod(mine, self.races.wpc)
-        agent = self.races.agent(cta, local)
-        return at, agent, int(self.races.clock[cta, local, 0, agent])
+        return at, self.races.holder(cta, local), int(self.races.now[cta, local])
 
     def _known(self, g: Gang, row: int) -> Array:
+        """What row's warp knows of each holder; of itself everything."""
         cta, local = divmod(int(g.warps[row]), self.races.wpc)
-        return self.races.clock[cta, local, 0]
+        known = self.races.by_holder(self.races.clock[cta, local, 0], np.maximum)
+        known[self.races.holder(cta, local)] = self.races.now[cta, local]
+        return known
+
+    def _name(self, holder: int) -> str:
+        races = self.races
+        rank, local = divmod(holder, races.holders)
+        if local >= races.wpc:
+            return "the tensor core" + ("" if races.cluster == 1 else f" of CTA {rank} of the cluster")
+        return races.describe(rank * races.span + local * WARP)
 
     def _written_before(self, rt: Access, g: Gang, row: int, k: int, at: Array, does: str, agent: int) -> None:
         writer = self.writer[at]
@@ -152,7 +176,10 @@ class TensorOrder:
         reads = self.read_clock[at] > self._known(g, row)
         reads[:, agent] = False
         if reads.any():
-            self._report(rt, g, row, k, at, does, "read", reads.argmax(axis=1), reads.any(axis=1))
+            late, by = reads.any(axis=1), reads.argmax(axis=1)
+            waits = self.read_clock[at, by] == UNDER_WAY
+            done = "loaded" if waits[int(np.argmax(late))] else "read"
+            self._report(rt, g, row, k, at, does, done, by, late)
 
     def _report(
         self, rt: Access, g: Gang, row: int, k: int, at: Array, does: str, done: str, by: Array, late: Array
@@ -161,11 +188,11 @@ class TensorOrder:
         slot, unit = divmod(int(at[first]), UNITS)
         lane, column = unit // COLUMNS * GROUP, unit % COLUMNS
         agent = int(by[first])
-        who = self.races.describe(agent).replace("an asynchronous copy", "the tensor core")
         block = tuple(rt.block_index[slot].tolist())
+        missing = "before its tcgen05.wait::ld" if done == "loaded" else "with nothing that orders the two"
         detail = (
             f"{does} tensor memory of block {block}, lanes {lane} to {lane + GROUP - 1}, column {column}, "
-            f"{done} by {who}, with nothing that orders the two"
+            f"{done} by {self._name(agent)}, {missing}"
         )
         rt.fail(RaceFault, detail, g, k, _row(g, row))
 

@@ -163,6 +163,7 @@ class TensorCore(Warpgroup):
             def go(found: int, row: int = row, place: int = place) -> None:
                 if self.races is not None:
                     self.races.write(self, g.rows([row]), _first_lane(1), k, np.full((1, 1), place), 4)
+                    self.races.converge(g.rows([row]), None)  # the address is for the whole warp, which executes it
                 self.shared.block.store(np.array([place]), 4, (np.uint32(found),))
                 self.release(parked, row)
 
@@ -272,10 +273,14 @@ class TensorCore(Warpgroup):
 
     def tensor_wait(self, g: Gang, k: int, then: int, what: str) -> None:
         """wait::ld has nothing to wait for here; wait::st waits for the warp's stores."""
+        order = self._tensor().order
         if what == "wait::ld":
+            for warp in g.warps.tolist() if order is not None else ():
+                assert order is not None
+                order.loads_done(warp)
             self.go_on(g, then)
             return
-        if (order := self._tensor().order) is not None:
+        if order is not None:
             for warp in g.warps.tolist():
                 order.stores_done(warp)
         self.commit_group(g, None, ST)
@@ -417,7 +422,8 @@ class TensorCore(Warpgroup):
                 base, chosen = int(self.cluster_base[slots[0]]), int(spread(ranks, len(g))[row, lane])
                 keys = [(base + rank, key[1]) for rank in range(self.cluster_size) if chosen >> rank & 1]
             clocks = dict(self._tensor().clocks.get(_PIPE + slots[0], {}))
-            knows = None if self.races is None else self.races.publish(int(g.cta[row, 0]), int(g.warps[row]) % self.wpc)
+            warp = int(g.warps[row]) % self.wpc
+            knows = None if self.races is None else self.races.publish(int(g.cta[row, 0]), warp, lane)
             place = self.place(g, k)
 
             def run(

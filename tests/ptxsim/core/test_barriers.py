@@ -54,7 +54,7 @@ def test_atomics_race_with_stores_and_not_with_each_other() -> None:
     clear = "mov.b32 %r1, smem; setp.eq.b32 %p1, %r9, 0; @%p1 st.shared.b32 [%r1], 0;"
     add = "atom.shared.add.u32 %r2, [%r1], 1; st.global.b32 [%rd9], %r2;"
     assert sorted(run(f"{clear} bar.sync 0; {add}", 64, threads=64).tolist()) == list(range(64))
-    with pytest.raises(RaceFault, match="updates shared address 0x400, written by warp 0"):
+    with pytest.raises(RaceFault, match="updates shared address 0x400, written by lane 0 of warp 0"):
         run(f"{clear} {add}", 64, threads=64)
 
 
@@ -284,7 +284,7 @@ def test_leaving_with_a_copy_under_way() -> None:
 def test_a_stage_overwritten_while_it_is_read() -> None:
     """The second load of a stage needs the readers' arrival, not only the first load's end."""
     again = f"""@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 512; @%p1 {LOAD} {wait("1")}"""
-    with pytest.raises(RaceFault, match=r"writes shared address 0x8\w+, read by warp"):
+    with pytest.raises(RaceFault, match=r"writes shared address 0x8\w+, read by lane 1 of warp 0"):
         tma(TMA + again)
     tma(f"{TMA} bar.sync 0; {again}")
 
@@ -313,7 +313,7 @@ def test_a_tensor_store(schedule: str) -> None:
     ("old", "kind", "message"),
     [
         ("fence.proxy.async.shared::cta;", ProxyFault, "is read by the async proxy without fence.proxy.async"),
-        ("bar.sync 0;", RaceFault, "reads shared address 0x8\\w+, written by warp"),
+        ("bar.sync 0;", RaceFault, "reads shared address 0x8\\w+, written by lane 1 of warp 0"),
     ],
 )
 def test_broken_tensor_stores(old: str, kind: type[Exception], message: str) -> None:
