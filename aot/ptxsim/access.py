@@ -8,6 +8,10 @@ import numpy as np
 
 from cubinery.aot.ptxsim.dependent import READ, WRITTEN, Footprint
 from cubinery.aot.ptxsim.faults import Fault, MisalignedFault, OutOfBoundsFault, Place, RaceFault, UninitialisedFault
+from cubinery.aot.ptxsim.global_races import READ as READS
+from cubinery.aot.ptxsim.global_races import UPDATE as UPDATES
+from cubinery.aot.ptxsim.global_races import WRITE as WRITES
+from cubinery.aot.ptxsim.global_races import GlobalRaces
 from cubinery.aot.ptxsim.isa.atomics import atomic as atomic_operation
 from cubinery.aot.ptxsim.memory import (
     GENERIC,
@@ -49,6 +53,7 @@ class Access:
     """Block index of each slot's CTA, (slots, 3)."""
     fixed_params: dict[tuple[int, ...], tuple[Any, ...]]
     races: Races | None
+    global_races: GlobalRaces | None
     uninitialised: bool
     """Report reads of memory that was never written."""
     footprint: Footprint | None
@@ -214,8 +219,8 @@ class Access:
                 bad = found.block.unwritten(index, width, count, wanted)
                 if bad is not None and bad.any():
                     self._unwritten(g, mask, k, address, bad, "global")
-            if self.footprint is not None or self.predecessor is not None:
-                self._overlaps(g, mask, k, found, spread(index, len(g)), self.active(g, mask), size, False)
+            if self.global_races is not None:
+                self._orders_access(g, k, found, spread(index, len(g)), self.active(g, mask), size, READS)
             return found.block.load(index, width, count)
         return self._load_pieces(g, mask, k, address, width, count, wanted)
 
@@ -233,9 +238,9 @@ class Access:
                     bad = np.zeros(address.shape, bool)
                     bad[inside] = missing
                     self._unwritten(g, mask, k, address, bad, "global")
-            if self.footprint is not None or self.predecessor is not None:
+            if self.global_races is not None:
                 where = (address - np.uint64(found.origin)).astype(np.int64)
-                self._overlaps(g, mask, k, found, where, inside, width * count, False)
+                self._orders_access(g, k, found, where, inside, width * count, READS)
             for out, values in zip(result, found.block.load(index, width, count), strict=True):
                 out[inside] = values
         return result
@@ -257,16 +262,24 @@ class Access:
         address = spread(address, len(g))
         for found, inside in self._pieces(g, mask, k, address, size):
             index = (address[inside] - np.uint64(found.origin)).astype(np.int64)
-            if self.footprint is not None or self.predecessor is not None:
+            if self.global_races is not None:
                 where = (address - np.uint64(found.origin)).astype(np.int64)
-                self._overlaps(g, mask, k, found, where, inside, size, True)
+                self._orders_access(g, k, found, where, inside, size, WRITES, values)
             self.memory.writes(found).store(
                 index, width, tuple(np.broadcast_to(v, address.shape)[inside] for v in values)
             )
 
-    def _overlaps(
-        self, g: Gang, mask: Any, k: int, found: Allocation, index: Any, inside: Any, size: int, writes: bool
-    ) -> None:
+    def _orders_access(
+        self, g: Gang, k: int, found: Allocation, index: Any, inside: Any, size: int, does: str,
+        values: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
+        """Lanes `inside` touch bytes of an allocation: in order with the rest of the launch and with others."""
+        assert self.global_races is not None
+        self.global_races.access(self, g, k, found, index, inside, size, does, values)  # type: ignore[arg-type]
+        if self.footprint is not None or self.predecessor is not None:
+            self._overlaps(g, k, found, index, inside, size, does != READS)
+
+    def _overlaps(self, g: Gang, k: int, found: Allocation, index: Any, inside: Any, size: int, writes: bool) -> None:
         """Report what the launch before may still be at, and record for the launch after. `inside`: the lanes."""
         if self.predecessor is not None:
             early = inside & ~self.waited[g.cta]
@@ -408,9 +421,9 @@ class Access:
                 continue
             for found, inside in self._pieces(g, lanes, k, offset, width):
                 index = (offset[inside] - np.uint64(found.origin)).astype(np.int64)
-                if self.footprint is not None or self.predecessor is not None:
+                if self.global_races is not None:
                     whole = (offset - np.uint64(found.origin)).astype(np.int64)
-                    self._overlaps(g, lanes, k, found, whole, inside, width, True)
+                    self._orders_access(g, k, found, whole, inside, width, UPDATES)
                 some = [o[inside[lanes]] for o in operands]
                 old[inside] = _apply(self.memory.writes(found), index, flushing, some, dtype, width)
         return old

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cubinery.aot.ptxsim.access import Access
 from cubinery.aot.ptxsim.faults import BarrierFault, DivergedFault, Fault
+from cubinery.aot.ptxsim.fences import Fences
 from cubinery.aot.ptxsim.isa.mbarrier import MAX_COUNT, State
 from cubinery.aot.ptxsim.memory import RANK_SHIFT
+from cubinery.aot.ptxsim.memory_order import CLUSTER
 from cubinery.aot.ptxsim.state import LANES, Gang, spread
 
 MAX_BARRIERS = 16
@@ -59,16 +60,12 @@ class MBarrier(State):
     """Its initialisation is visible to the async proxy and to other CTAs."""
 
 
-class Barriers(Access):
+class Barriers(Fences):
     """Barriers as generated code sees them. Machine derives from this."""
 
     named: dict[tuple[int, int], Named]
     mbarriers: dict[tuple[int, int], MBarrier]
     clusters: dict[int, ClusterBarrier]
-    unfenced: dict[int, list[MBarrier]]
-    """Barriers that a warp initialised and has not fenced, by warp."""
-    fence_clocks: dict[int, Any]
-    """What each warp knew at its last fence, which a relaxed arrival publishes."""
     live: Any
     """Lanes that have not exited, by resident warp: bool (warps, 32)."""
 
@@ -214,14 +211,14 @@ class Barriers(Access):
                 if state.arrived.get(warp, 0) & lanes:
                     self.fail(BarrierFault, "arrives twice at the cluster barrier", g, k, _one(g, row))
                 state.arrived[warp] = state.arrived.get(warp, 0) | lanes
-                fenced = self.fence_clocks.pop(warp, None)
+                fenced = None if release else self.fenced(warp, active[row], CLUSTER)
                 if self.races is not None and (release or fenced is not None):
                     if state.known is None:
                         state.known = self.races.fresh()
                     if release:
                         self.races.release(state.known, int(g.cta[row, 0]), warp % self.wpc, active[row])
                     else:  # relaxed, after a fence: what came before the fence is ordered
-                        np.maximum(state.known, fenced, out=state.known)
+                        np.maximum(state.known, fenced, out=state.known)  # type: ignore[arg-type]
                 self.cluster_complete(base)
 
     def cluster_wait(self, g: Gang, k: int, then: int) -> None:

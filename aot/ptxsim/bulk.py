@@ -159,6 +159,10 @@ class BulkCopies(Copies):
         slot = start = 0
         if form.source == "global":
             self._bulk_source(origin, size)
+            found = self.memory.find(origin)
+            if self.global_races is not None and found is not None:
+                run = np.array([origin - found.origin])
+                self.global_races.copy_reads(self, g, row, lane, k, found, run, size)
             read: Callable[[], Any] = lambda: self.memory.bytes(origin, size)  # noqa: E731
         else:
             slot, offset = self.mbarrier_key(cta, origin)
@@ -172,12 +176,14 @@ class BulkCopies(Copies):
         if form.destination == "global":
             self._bulk_source(to, size, writes=True)
             done = self._bulk_read(g, row, lane, k, slot, start, start + size)
+            written = self.writes_global(g, row, lane, k, np.array([to]), size, combine is not None)
 
             def store() -> None:
                 old, new = self._writable(to, size), read()
                 if byte_mask or form.byte_mask is not None:
                     new = async_copy.masked_copy(old, new, byte_mask)
                 old[:] = new if combine is None else combine(old, new)
+                written()
                 done()
 
             self.issue(int(g.warps[row]) + 1, slot, store)

@@ -10,8 +10,8 @@ has in common and its own accesses.
 There are two planes: what happened before, and of that what the async proxy may see, which `fence.proxy.async` raises
 to the first. Clocks start at 1; memory that nobody touched holds 0.
 
-Columns of a clock, for each CTA of the cluster: its threads; the agents of its async proxy; bulk writes to global memory
-of each warp; and of each warp how often it learned something of other clusters (global_order.py).
+Columns of a clock, for each CTA of the cluster: its threads; the agents of its async proxy; bulk writes to global
+memory of each warp; and of each warp how often it learned something of other clusters (global_order.py).
 """
 
 from __future__ import annotations
@@ -43,12 +43,18 @@ class Clocks:
         self.clock = np.zeros((slots, self.holders, 2, self.agents), np.int32)
         self.now = np.ones((slots, wpc), np.int32)
         """The stretch that each warp is in."""
+        self.bulk = np.zeros((slots, wpc), np.int32)
+        """Bulk copies to global memory that each warp has issued."""
+        self.learned: dict[tuple[int, int], list[dict[int, Array]]] = {}
+        """By slot and warp: after each acquire from beyond its cluster, all that it had learned (global_order.py)."""
         self._async: dict[tuple[int, int], int] = {}
 
     def reset(self, slot: int) -> None:
         """A new CTA in a slot."""
         self.clock[slot] = 0
-        self.now[slot] = 1
+        self.now[slot], self.bulk[slot] = 1, 0
+        for warp in range(self.wpc):
+            self.learned.pop((slot, warp), None)
         self._async = {key: agent for key, agent in self._async.items() if key[0] != slot}
 
     # -- columns -------------------------------------------------------------------------------
@@ -88,7 +94,7 @@ class Clocks:
         return int(self.rank[slot]) * self.holders + local
 
     def by_holder(self, known: Array, lanes: Any = np.minimum) -> Array:
-        """What clocks (..., agents) say of each holder: of a warp what is known of all its lanes (`lanes`: or of any)."""
+        """What clocks (..., agents) say of each holder: of a warp what is known of all its lanes, or of any."""
         parts = known.reshape(*known.shape[:-1], self.cluster, self.span)
         warps = parts[..., : self.threads].reshape(*parts.shape[:-1], self.wpc, LANES)
         rest = parts[..., self.threads : self.threads + ASYNC_AGENTS]

@@ -22,6 +22,9 @@ from cubinery.aot.ptxsim.memory import GENERIC
 from cubinery.aot.ptxsim.state import LANES, Gang, spread
 from cubinery.aot.ptxsim.tensormap import TensorMap
 
+WRITTEN = "written"
+"""Kind of the groups (groups.py) of what bulk copies publish once global memory holds what they write."""
+
 
 class Copies(Barriers):
     """Copies as generated code sees them. Machine derives from this."""
@@ -182,6 +185,10 @@ class Copies(Barriers):
         if not size:
             return
         found = self.memory.find(low)
+        if self.global_races is not None and found is not None and self.global_races.written(found):
+            starts = tile.rows[tile.exists] + tile.first
+            places = starts[(starts >= found.base) & (starts < found.end)] - found.origin
+            self.global_races.copy_reads(self, g, row, lane, k, found, places, tile.last - tile.first)
         if found is not None and low + size <= found.end and (found.block.written is None or not self.uninitialised):
             return
         for address in (tile.rows[tile.exists] + tile.first).tolist():
@@ -226,13 +233,16 @@ class Copies(Barriers):
                     UninitialisedFault(f"a box reads shared memory at {offset:#x}, never all written"), g, k, row, lane
                 )
             done = self._bulk_read(g, row, lane, k, slot, start, stop)
+            starts = tile.rows[tile.exists] + tile.first
+            written = self.writes_global(g, row, lane, k, starts, tile.last - tile.first, combine is not None)
             shared = self.shared.of(slot)
 
             def land(
                 tile: tma.Tile = tile, shared: Any = shared, offset: int = offset, done: Callable[[], None] = done,
-                combine: Callable[[Any, Any], Any] | None = combine,
+                written: Callable[[], None] = written, combine: Callable[[Any, Any], Any] | None = combine,
             ) -> None:  # fmt: skip
                 tile.store(self._writable, tile.take(shared, offset), combine)
+                written()
                 done()
 
             self.issue(int(g.warps[row]) + 1, slot, land)
@@ -264,6 +274,22 @@ class Copies(Barriers):
             clock = (self.races.agent(slot, local), value)
         return self.groups.add(("bulk", int(g.warps[row])), clock)
 
+    def writes_global(
+        self, g: Gang, row: int, lane: int, k: int, starts: Any, size: int, combines: bool
+    ) -> Callable[[], None]:
+        """A bulk copy writes `size` bytes from each address of an array; call the result when it has."""
+        clock = None
+        rest = starts
+        while self.global_races is not None and len(rest):
+            found = self.memory.find(int(rest.min()))
+            if found is None:
+                break  # reported where the copy lands
+            inside = rest < found.end
+            places = rest[inside].astype(np.int64) - found.origin
+            clock = self.global_races.copy_writes(self, g, row, lane, k, found, places, size, combines)
+            rest = rest[~inside]
+        return self.groups.add((WRITTEN, int(g.warps[row])), clock)
+
     def commit_group(self, g: Gang, mask: Any, kind: str) -> None:
         """cp.async.commit_group and cp.async.bulk.commit_group: close the open group of each warp."""
         for row in range(len(g)):
@@ -273,14 +299,18 @@ class Copies(Barriers):
     def wait_group(self, g: Gang, k: int, then: int, kind: str, most: int) -> None:
         """Wait until at most `most` of a warp's latest groups are unfinished."""
         parked = self.park(g, then, k, f"all but {most} of its groups of copies")
+        kinds = [kind]
+        if kind == "bulk" and "read" not in self.kernel.instrs[k].modifiers:
+            kinds.append(WRITTEN)
         for row in range(len(g)):
             cta, warp = int(g.cta[row, 0]), int(g.warps[row])
 
             def ready(row: int = row, cta: int = cta, warp: int = warp) -> None:
                 if self.races is not None:
                     clock = self.races.clock[cta, warp % self.wpc]
-                    for agent, value in self.groups.clocks.get((kind, warp), {}).items():
-                        clock[:, agent] = np.maximum(clock[:, agent], value)
+                    for each in kinds:
+                        for agent, value in self.groups.clocks.get((each, warp), {}).items():
+                            clock[:, agent] = np.maximum(clock[:, agent], value)
                 self.release(parked, row)
 
             self.groups.wait((kind, warp), most, ready)

@@ -13,6 +13,7 @@ from cubinery.aot.ptxsim.barriers import Parked
 from cubinery.aot.ptxsim.deadlock import Deadlocks
 from cubinery.aot.ptxsim.dependent import Footprint
 from cubinery.aot.ptxsim.faults import DivergedFault, LaunchFault, TrapFault
+from cubinery.aot.ptxsim.global_races import GlobalRaces
 from cubinery.aot.ptxsim.groups import Groups
 from cubinery.aot.ptxsim.heap import keep_freed_memory
 from cubinery.aot.ptxsim.isa.base import DTYPES
@@ -96,6 +97,7 @@ class Machine(Deadlocks):
             if checks.races
             else None
         )
+        self.global_races = None if self.races is None else GlobalRaces(self.races, kernel.instrs, grid)
         self.counters = Counters()
         self.specials = SpecialRegisters(self)
         first = np.arange(self.wpc * LANES).reshape(self.wpc, LANES) < threads
@@ -253,21 +255,6 @@ class Machine(Deadlocks):
     def special(self, g: Gang, name: str) -> Any:
         """A special register."""
         return self.specials.read(g, name)
-
-    def fence(self, g: Gang, mask: Any, _k: int, kind: str) -> None:
-        """fence, membar: what the checks know of the async proxy, of mbarriers, and of relaxed arrivals to come."""
-        if self.races is None:
-            return
-        if kind != "async":
-            for slot, warp in zip(g.cta[:, 0].tolist(), g.warps.tolist(), strict=True):
-                self.fence_clocks[warp] = self.races.publish(slot, warp % self.wpc)
-        if not kind:
-            return
-        if kind == "async":
-            self.races.fence_async(g, mask)
-        for warp in g.warps.tolist():
-            for barrier in self.unfenced.pop(warp, ()):
-                barrier.fenced = True
 
     def trap(self, g: Gang, mask: Any, k: int) -> None:
         if mask is None or mask.any():

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["PIPE", "Races"]
 
-_EVERY = np.uint32(0xFFFFFFFF)
-_BIT = np.uint32(1) << np.arange(LANES, dtype=np.uint32)
-_LANE = np.arange(LANES)
 Array = Any
+_EVERY = np.uint32(0xFFFFFFFF)
+_BIT: Array = np.uint32(1) << np.arange(LANES, dtype=np.uint32)
+_LANE = np.arange(LANES)
 
 
 class _Units:
@@ -182,7 +182,7 @@ class Races(Clocks):
         self, rt: Access, g: Gang, k: int, u: _Units, first: Array, holder: Array, known: Array, does: str
     ) -> None:
         """All reads of each unit are known, or the lane's own."""
-        reads = self.read_clock.take(u.at, axis=0)
+        reads: Array = self.read_clock.take(u.at, axis=0)
         unknown = reads > self.by_holder(known).take(u.rows, axis=0)
         if not unknown.any():
             return

@@ -130,7 +130,8 @@ def test_uninitialised_global_memory() -> None:
 
 def test_elements_that_nobody_uses_may_be_unwritten() -> None:
     data = np.zeros(32, np.uint32)
-    body = "mov.b32 %r1, smem; shl.b32 %r4, %r9, 3; add.s32 %r1, %r1, %r4; st.shared.b32 [%r1], 3; ld.shared.v2.b32 {%r2, %r3}, [%r1]; st.global.b32 [%rd9], %r2;"
+    body = """mov.b32 %r1, smem; shl.b32 %r4, %r9, 3; add.s32 %r1, %r1, %r4; st.shared.b32 [%r1], 3;
+    ld.shared.v2.b32 {%r2, %r3}, [%r1]; st.global.b32 [%rd9], %r2;"""
     machine(body, data).run()
     assert (data == 3).all()
 

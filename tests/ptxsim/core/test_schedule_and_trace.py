@@ -51,13 +51,13 @@ def test_a_spin_on_memory_does_not_starve_the_writer() -> None:
     """Warp 0 spins at a smaller segment than the one where warp 1 stores."""
     body = """
     setp.ge.u32 %p1, %r9, 32; @%p1 bra WRITER;
-    SPIN: ld.relaxed.gpu.global.b32 %r1, [%rd8+252]; setp.eq.b32 %p2, %r1, 0; @%p2 bra SPIN;
+    SPIN: ld.relaxed.gpu.global.b32 %r1, [%rd8+256]; setp.eq.b32 %p2, %r1, 0; @%p2 bra SPIN;
     bra OUT;
-    WRITER: st.release.gpu.global.b32 [%rd8+252], 1;
+    WRITER: st.release.gpu.global.b32 [%rd8+256], 1;
     OUT: st.global.b32 [%rd9], 1;
     """
     for name in ("fair", "delays:1", "priorities:1"):
-        data = np.zeros(64, np.uint32)
+        data = np.zeros(65, np.uint32)
         machine(body, data, threads=64, schedule=name).run()
         assert (data == 1).all()
 
