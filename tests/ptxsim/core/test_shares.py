@@ -213,7 +213,7 @@ def test_reading_what_another_cta_writes_is_a_race(processes: int) -> None:
 
 
 def test_writing_different_values_is_a_race(processes: int) -> None:
-    found = fault("shr.u32 %r1, %r8, 4; st.global.b32 [%rd8+64], %r1;", processes)
+    found = fault("shr.u32 %r1, %r8, 4; add.s32 %r1, %r1, 1; st.global.b32 [%rd8+64], %r1;", processes)
     assert isinstance(found, RaceFault)
     assert "CTAs 0 to 15 and CTAs 16 to 31 write different values, byte 64 of data" in str(found)
 
