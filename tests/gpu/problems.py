@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu.stored import Rows, is_packed, load, poison, row_dtype, row_length, store
 
 from cubinery.runtime.ops.paged_decode.layouts import Layout, kv_views, storage_shapes
 
 GARBAGE = np.array([-1, 2**31 - 1, -(2**31), 123456789], np.int32)
 """What fills a block table past the sequence's end."""
-E4M3_NAN = 0x7F
 GUARD = 0xA5
 GUARD_BYTES = 512
 
@@ -33,6 +33,7 @@ class Case:
     d: int = 128
     page_size: int = 16
     kv_format: str = "fp8"
+    q_dtype: str = "bf16"
     q_len: int = 1
     causal: bool = True
     layout: Layout = "hnd"
@@ -47,7 +48,9 @@ class Case:
     """The logical view (num_pages, page_size, h_k, d) that a kernel is given."""
     v: torch.Tensor = field(init=False)
     raw: dict[str, torch.Tensor] = field(init=False)
-    """The same memory as `k` and `v` in a dtype that torch can index: uint8 codes or bfloat16."""
+    """The same memory as `k` and `v` in a dtype that torch can index: uint8 codes or packed bytes, or bfloat16."""
+    scales: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    """Block scales of nvfp4, e4m3 codes (num_pages, page_size, h_k, d / 16), by their names in `Plan.run`."""
     table: torch.Tensor = field(init=False)
     live: torch.Tensor = field(init=False)
     """(num_pages, page_size): rows that some sequence holds."""
@@ -61,18 +64,31 @@ class Case:
         self.live = torch.from_numpy(live).to(self.device)
         logical = (len(live), self.page_size, self.h_k, self.d)
         shapes = storage_shapes(
-            self.layout, num_pages=len(live), page_size=self.page_size, num_kv_heads=self.h_k, row=self.d
-        )
-        dtype = torch.uint8 if self.kv_format == "fp8" else torch.bfloat16
+            self.layout, num_pages=len(live), page_size=self.page_size, num_kv_heads=self.h_k,
+            row=row_length(self.kv_format, self.d),
+        )  # fmt: skip
+        dtype = row_dtype(self.kv_format)
         views = kv_views(self.layout, *[torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes])
         self.raw = dict(zip("kv", views, strict=True))
+        if self.kv_format == "nvfp4":
+            self.scales = {f"{name}_scales": self._block_scales(logical) for name in "kv"}
+        everything = torch.ones_like(self.live)
         for name, std in (("k", self.k_std), ("v", 1.0)):
             values = torch.randn(logical, generator=generator, device=self.device) * std
-            self.raw[name].copy_(self.encode(values))
-            self.raw[name][~self.live] = E4M3_NAN if self.kv_format == "fp8" else float("nan")
+            stored = store(values, self.kv_format)
+            self.put(name, everything, Rows(*(x if x is None else x.flatten(0, 1) for x in stored)))
+            self.put(name, ~self.live, poison(self.kv_format, self.d, self.device))
         self.k, self.v = (self.kernel_view(self.raw[name]) for name in "kv")
         shape = (len(self.lengths) * self.q_len, self.h_q, self.d)
-        self.q = torch.randn(shape, generator=generator, device=self.device).bfloat16()
+        q = torch.randn(shape, generator=generator, device=self.device)
+        self.q = q.bfloat16() if self.q_dtype == "bf16" else q.to(torch.float8_e4m3fn)
+
+    def _block_scales(self, logical: tuple[int, int, int, int]) -> torch.Tensor:
+        """Room for block scales, heads outside of rows where the cache has it so."""
+        pages, rows, heads, d = logical
+        if self.layout in ("nhd", "flashinfer"):
+            return torch.empty((pages, rows, heads, d // 16), dtype=torch.uint8, device=self.device)
+        return torch.empty((pages, heads, rows, d // 16), dtype=torch.uint8, device=self.device).transpose(1, 2)
 
     def _place(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """(block table, live rows): pages in random order, garbage past each sequence's end."""
@@ -94,10 +110,15 @@ class Case:
     # -- content -------------------------------------------------------------------------------
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Floats as the cache stores them."""
-        if self.kv_format == "fp8":
-            return values.to(torch.float8_e4m3fn).view(torch.uint8)
-        return values.to(torch.bfloat16)
+        """Floats as the cache stores them; for formats of at least 8 bits, whose rows need not be whole."""
+        assert not is_packed(self.kv_format)
+        return store(values, self.kv_format).data
+
+    def put(self, name: str, where: Any, rows: Rows) -> None:
+        """Stored rows of K or V, with their block scales, at an index of (num_pages, page_size)."""
+        self.raw[name][where] = rows.data
+        if rows.scales is not None:
+            self.scales[f"{name}_scales"][where] = rows.scales
 
     def kernel_view(self, raw: torch.Tensor) -> torch.Tensor:
         """Stored elements as a kernel takes them."""
@@ -105,7 +126,7 @@ class Case:
 
     def fill(self, name: str, value: float) -> None:
         """One value in every live row of K or V; poison stays."""
-        self.raw[name][self.live] = self.encode(torch.tensor(value, device=self.device))
+        self.put(name, self.live, store(torch.full((self.d,), value, device=self.device), self.kv_format))
 
     def rows(self, seq: int, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(page, row in page) of keys of a sequence."""
@@ -114,12 +135,15 @@ class Case:
 
     def write(self, name: str, seq: int, positions: Sequence[int], values: torch.Tensor | float) -> None:
         """Rows of K or V at some keys of a sequence; `values` broadcasts to (len(positions), h_k, d)."""
-        stored = self.encode(torch.as_tensor(values, dtype=torch.float32, device=self.device))
-        self.raw[name][self.rows(seq, positions)] = stored
+        rows = torch.as_tensor(values, dtype=torch.float32, device=self.device)
+        rows = rows.expand(torch.broadcast_shapes(rows.shape, (self.d,)))
+        self.put(name, self.rows(seq, positions), store(rows, self.kv_format))
 
     def read(self, name: str, seq: int, positions: Sequence[int]) -> torch.Tensor:
         """fp32 (len(positions), h_k, d) of K or V at some keys of a sequence."""
-        return self.kernel_view(self.raw[name][self.rows(seq, positions)]).float()
+        where = self.rows(seq, positions)
+        scales = self.scales[f"{name}_scales"][where] if self.scales else None
+        return load(Rows(self.raw[name][where], scales), self.kv_format)
 
     # -- for the call --------------------------------------------------------------------------
 
@@ -130,6 +154,11 @@ class Case:
     @property
     def heads(self) -> dict[str, int]:
         return {"num_q_heads": self.h_q, "num_kv_heads": self.h_k}
+
+    @property
+    def extras(self) -> dict[str, torch.Tensor]:
+        """What `Plan.run` takes besides `tensors`, for the axes that this problem uses."""
+        return self.scales
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

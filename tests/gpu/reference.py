@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from gpu.stored import Rows, is_packed, load
 
 Scale = torch.Tensor | float | None
 
@@ -19,6 +20,11 @@ def doubles(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.uint8:
         x = x.view(torch.float8_e4m3fn)
     return x.float().double()
+
+
+def values(rows: torch.Tensor, scales: torch.Tensor | None, kv_format: str) -> torch.Tensor:
+    """float64 (..., d) of stored rows, exactly: packed ones by their format, others by their dtype."""
+    return load(Rows(rows, scales), kv_format).double() if is_packed(kv_format) else doubles(rows)
 
 
 def by_seq_and_head(scale: Scale, num_seqs: int, num_kv_heads: int, device: Any) -> torch.Tensor:
@@ -41,6 +47,9 @@ def attention(
     v_descale: Scale = None,
     softmax_scale: float | None = None,
     out_scale: float = 1.0,
+    kv_format: str = "fp8",
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o in the shape of `q`, lse (num_seqs, num_kv_heads, q_len * group_size)), float64 on q's device.
 
@@ -60,11 +69,15 @@ def attention(
     token = torch.arange(q_len, device=device).repeat_interleave(group)
     # uint8 and bf16 can be indexed on every device, float8 cannot.
     stored = [c.view(torch.uint8) if c.element_size() == 1 else c for c in (k_cache, v_cache)]
+    block_scales = (k_scales, v_scales)
     for seq, length in enumerate(lengths):
         if length == 0:
             continue
         pages = block_table[seq, : -(-length // page_size)].long()
-        k, v = (doubles(c[pages].flatten(0, 1)[:length]).transpose(0, 1) for c in stored)  # (h_k, length, d)
+        k, v = (
+            values(c[pages], None if s is None else s[pages], kv_format).flatten(0, 1)[:length].transpose(0, 1)
+            for c, s in zip(stored, block_scales, strict=True)
+        )  # (h_k, length, d)
         scores = queries[seq] @ k.transpose(1, 2) * sigma[seq, :, None, None]
         if causal and q_len > 1:
             keys = torch.arange(length, device=device)

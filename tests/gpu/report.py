@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.running import MEASURED
+from gpu.running import ACCURACY, MEASURED
 
 from cubinery import __version__
 from cubinery.aot.references.tolerances import PAGED_DECODE
@@ -57,6 +57,17 @@ def write_report(folder: Path, outcomes: dict[str, int], library: Library) -> li
             {"kv_format": kv_format, "head_dim": head_dim, **dataclasses.asdict(worst)}
             for (kv_format, head_dim), worst in sorted(MEASURED.items())
         ],
+        "accuracy": [
+            {
+                "kv_format": kv_format,
+                "q_dtype": q_dtype,
+                "head_dim": head_dim,
+                "o_relative_l2": o,
+                "o_relative_l2_of_rounding": rounding,
+                "lse_absolute": lse,
+            }
+            for (kv_format, q_dtype, head_dim), (o, rounding, lse) in ACCURACY.items()
+        ],
         "tolerance": dataclasses.asdict(PAGED_DECODE["mma"]),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,4 +98,21 @@ def markdown(data: dict[str, Any]) -> str:
         for row in data["worst"]
     ]
     lines += ["", f"Limits: {limits['o_relative_l2']:.0e} and {limits['lse_absolute']:.0e}.", ""]
+    if data["accuracy"]:
+        lines += [
+            (
+                "What formats cost: distance from float64 attention over K, V and Q before they were quantised (normal "
+                "values, 4096 and 1000 keys; scales per KV head, of nvfp4 per tensor), of the kernel and of float64 "
+                "attention over the quantised values."
+            ),
+            "",
+            "| KV format | Q | head_dim | O, relative L2 | of rounding alone | LSE, absolute |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {row['kv_format']} | {row['q_dtype']} | {row['head_dim']} | {row['o_relative_l2']:.4f} "
+            f"| {row['o_relative_l2_of_rounding']:.4f} | {row['lse_absolute']:.1e} |"
+            for row in data["accuracy"]
+        ]
+        lines.append("")
     return "\n".join(lines)

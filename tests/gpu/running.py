@@ -27,6 +27,10 @@ class Worst:
 MEASURED: dict[tuple[str, int], Worst] = {}
 """By (kv_format, head_dim); filled by `check`, read by the report."""
 
+ACCURACY: dict[tuple[str, str, int], tuple[float, float, float]] = {}
+"""By (kv_format, q_dtype, head_dim): relative L2 distance of O from unquantised attention, that of exact attention
+over the rounded values, and the largest distance of the LSE; read by the report."""
+
 
 def run(plan: Plan, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a plan with NaN-filled outputs and workspace between guard bytes, which it checks. Waits."""
@@ -34,7 +38,14 @@ def run(plan: Plan, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Ten
     lse = Guarded(plan.shape.lse, torch.float32, case.device)
     size = plan.workspace_bytes()
     workspace = Guarded((size,), torch.uint8, case.device) if size else None
-    found = plan.run(*case.tensors, out=out.tensor, lse=lse.tensor, workspace=workspace and workspace.tensor, **options)
+    found = plan.run(
+        *case.tensors,
+        out=out.tensor,
+        lse=lse.tensor,
+        workspace=workspace and workspace.tensor,
+        **case.extras,
+        **options,
+    )
     assert found[0] is out.tensor
     assert found[1] is lse.tensor
     out.check("out")
@@ -46,7 +57,10 @@ def run(plan: Plan, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Ten
 
 def expect(case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's (o, lse) for the run options that bear on it."""
-    return attention(case.q, case.k, case.v, case.table, case.lengths, q_len=case.q_len, causal=case.causal, **options)
+    return attention(
+        case.q, case.k, case.v, case.table, case.lengths, q_len=case.q_len, causal=case.causal,
+        kv_format=case.kv_format, **case.extras, **options,
+    )  # fmt: skip
 
 
 def check(
@@ -84,7 +98,7 @@ class Gpu:
         """The operator for a case; `choices` are row_tile, ctas_per_sm and pdl."""
         problem = {
             "head_dim": case.d, "page_size": case.page_size, "kv_format": case.kv_format, "q_len": case.q_len,
-            "causal": case.causal,
+            "causal": case.causal, "q_dtype": case.q_dtype,
         } | choices  # fmt: skip
         key = tuple(sorted(problem.items()))
         if key not in self._decodes:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.problems import E4M3_NAN, Case, Guarded, same_bits
+from gpu.problems import Case, Guarded, same_bits
 from gpu.running import Gpu, check, expect, run
+from gpu.stored import E4M3_NAN
 
 from cubinery.runtime.errors import PlanError
 from cubinery.runtime.ops.paged_decode.layouts import LAYOUTS, pack_q, unpack_lse, unpack_o

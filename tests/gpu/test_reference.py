@@ -18,6 +18,10 @@ PROBLEMS: list[dict[str, Any]] = [
     {"lengths": [2, 0, 129, 64], "q_len": 4, "kv_format": "bf16", "layout": "interleaved", "page_size": 64},
     {"lengths": [2, 0, 129, 64], "q_len": 4, "causal": False, "h_q": 6, "h_k": 2, "layout": "nhd"},
     {"lengths": [5, 200], "d": 256, "page_size": 128, "h_q": 12, "h_k": 1, "layout": "flashinfer"},
+    {"lengths": [5, 200, 0], "kv_format": "e3m2", "q_dtype": "e4m3", "d": 64},
+    {"lengths": [5, 200, 0], "kv_format": "e2m3", "layout": "nhd"},
+    {"lengths": [5, 200, 0], "kv_format": "e2m1", "layout": "interleaved", "page_size": 32},
+    {"lengths": [5, 200, 0], "kv_format": "nvfp4", "q_dtype": "e4m3", "q_len": 2, "d": 256},
 ]
 
 
@@ -32,8 +36,11 @@ def compare(problem: dict[str, Any], device: torch.device) -> None:
     }
     for options in ({}, scales | {"softmax_scale": 0.11, "out_scale": -2.0}, {"v_descale": 0.5}):
         arguments = (case.q, case.k, case.v, case.table, case.lengths)
-        found = attention(*arguments, q_len=case.q_len, causal=case.causal, **options)
-        expected = paged_attention(*arguments, q_len=case.q_len, causal=case.causal, **options)
+        axes: dict[str, Any] = {"q_len": case.q_len, "causal": case.causal, "kv_format": case.kv_format, **case.extras}
+        found = attention(*arguments, **axes, **options)
+        expected = paged_attention(
+            *(x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments), **axes, **options
+        )
         for a, e in zip(found, expected, strict=True):
             np.testing.assert_allclose(a.cpu().numpy(), e, rtol=1e-10, atol=1e-12)
 

@@ -31,7 +31,7 @@ def problem_of(config: DecodeConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """(Case fields, choices) that lead to a configuration."""
     fields = {
         "d": config.head_dim, "page_size": config.page_size, "kv_format": config.kv_format, "q_len": config.q_len,
-        "causal": config.causal,
+        "causal": config.causal, "q_dtype": config.q_dtype,
     }  # fmt: skip
     return fields, {"row_tile": config.row_tile, "ctas_per_sm": config.ctas_per_sm, "pdl": config.pdl}
 
