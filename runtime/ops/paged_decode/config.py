@@ -119,7 +119,7 @@ class DecodeConfig(KernelConfig):
     def stage_keys(self) -> int:
         """Keys of one ring stage: a tile, half of one where so much K is large for a ring, a quarter for long heads."""
         if self.head_dim > 256:
-            return TILE_KEYS // (2 if self.row_bytes <= 256 else 4)
+            return TILE_KEYS // (2 if self.row_bytes <= 256 and self.ctas_per_sm == 1 else 4)
         most = 16 * 1024 if self.ctas_per_sm == 2 else 64 * 1024
         return TILE_KEYS if TILE_KEYS * self.row_bytes <= most else TILE_KEYS // 2
 
