@@ -17,8 +17,9 @@ A sequence that was cut into chunks leaves one partial result a chunk; the CTA t
 Numerics. bf16 caches: bf16 MMA. fp8 caches: codes widen exactly to f16 in registers and the MMA is
 f16; Q is scaled by a power of two per row so that its largest element lies in [2^14, 2^15), which
 keeps every bf16 Q exact down to 2^-29 of the row's maximum, and P carries a factor of 2^15, so that
-probabilities down to 2^-29 stay normal. Both factors leave exactly. The running maximum is kept in
-raw score units; a row that sees nothing keeps m = -inf and l = 0, which gives O = 0 and LSE = -inf.
+probabilities down to 2^-29 stay normal. Both factors leave exactly. Formats below 8 bits: the same with codes
+moved into f16's bits, a power of two below their value (mma_formats*.py). The running maximum is kept in raw score
+units; a row that sees nothing keeps m = -inf and l = 0, which gives O = 0 and LSE = -inf.
 """
 
 from __future__ import annotations
