@@ -21,12 +21,10 @@ from cubinery.aot.ptxsim.faults import LaunchFault
 from cubinery.aot.ptxsim.launch import Launch, usable_cores
 from cubinery.aot.ptxsim.machine import Checks, Machine
 from cubinery.aot.ptxsim.memory import GlobalMemory
-from cubinery.aot.ptxsim.parser import parse
 from cubinery.aot.ptxsim.schedule import Counters, Fair
 from cubinery.aot.ptxsim.shares import shares
-from cubinery.aot.ptxsim.syntax import Module
 from cubinery.aot.ptxsim.tensormap import TensorMap
-from cubinery.aot.ptxsim.translate import Translation
+from cubinery.aot.ptxsim.translate import Code, Translation, code
 from cubinery.aot.ptxsim.waits import Tracer
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.bundle import Bundle, open_all
@@ -40,10 +38,10 @@ MAX_THREADS = 1024
 
 @dataclass(frozen=True, slots=True)
 class SimModule:
-    """A loaded cubin: its PTX as parsed, and what the cubin says of its kernels."""
+    """A loaded cubin: the code of its PTX, and what the cubin says of its kernels."""
 
     device: int
-    module: Module
+    code: Code
     kernels: dict[str, KernelInfo]
     name: str
 
@@ -93,7 +91,6 @@ class SimDriver:
         self._chip = resolve(self.arch)
         self._ptx: dict[str, tuple[Bundle, Any, str]] = {}
         self._known: dict[str, str] = {}
-        self._translations: dict[tuple[str, str], Translation] = {}
         for item in self.bundles:
             for bundle in [item] if isinstance(item, Bundle) else open_all(Path(item)):
                 self._index(bundle)
@@ -134,15 +131,12 @@ class SimDriver:
             )
         bundle, file, key = self._ptx[digest]
         text = self.texts[key] if key in self.texts else bundle.read(file).decode()
-        return SimModule(device, parse(text, key), read_cubin(image).kernels, key)
+        return SimModule(device, code(text, key), read_cubin(image).kernels, key)
 
     def get_kernel(self, module: SimModule, symbol: str) -> SimKernel:
-        entry = module.module.entries.get(symbol)
-        if entry is None or symbol not in module.kernels:
+        found = module.code.kernel(symbol)
+        if found is None or symbol not in module.kernels:
             raise DriverError(f"{module.name} holds no kernel {symbol!r}")
-        found = self._translations.get((module.name, symbol))
-        if found is None:
-            found = self._translations[module.name, symbol] = Translation(module.module, entry, module.name)
         return SimKernel(found, module.kernels[symbol])
 
     def kernel_params(self, kernel: SimKernel) -> Sequence[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from cubinery.aot.ptxsim.accumulators import misuses
@@ -11,6 +12,7 @@ from cubinery.aot.ptxsim.codegen import Scope, build, segment_source
 from cubinery.aot.ptxsim.emit import emit, wait
 from cubinery.aot.ptxsim.isa.base import Instr, Register, Symbol
 from cubinery.aot.ptxsim.memory import GENERIC, SHARED_BASE
+from cubinery.aot.ptxsim.parser import parse
 from cubinery.aot.ptxsim.program import Segment, defined, segments, used
 from cubinery.aot.ptxsim.syntax import Entry, Module, Variable
 
@@ -132,6 +134,27 @@ class Translation:
             index=self._index[id(every[0])] if every else 0,
             source=source,
         )
+
+
+class Code:
+    """A module's text, parsed; its kernels are translated when they are first asked for."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self.module, self.name = parse(text, name), name
+        self._kernels: dict[str, Translation] = {}
+
+    def kernel(self, symbol: str) -> Translation | None:
+        """A kernel by its symbol; None where there is none."""
+        entry = self.module.entries.get(symbol)
+        if entry is not None and symbol not in self._kernels:
+            self._kernels[symbol] = Translation(self.module, entry, self.name)
+        return self._kernels.get(symbol)
+
+
+@lru_cache(maxsize=8)
+def code(text: str, name: str) -> Code:
+    """The code of a module's text; kept, as the same kernels run under one schedule after the other."""
+    return Code(text, name)
 
 
 def _unit(instr: Instr) -> int:
