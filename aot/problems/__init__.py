@@ -2,7 +2,7 @@
 
 The registry is this folder: `cubinery.aot.problems.<family>.<implementation>` holds the function
 `check(subject) -> Finding` of one implementation, so a new kernel adds a file and edits no list. An implementation
-without one is a part of others (a reduction, say): some check must launch it all the same, or verification fails.
+without one is a part that others require: some check must launch it all the same, or verification fails.
 
 A check knows no device: it takes its tensors through `subject.place`, which puts them where the library's kernels
 find them, and it may import torch, which is imported when it runs.

@@ -1,4 +1,4 @@
-"""A paged decode of the `mma` kernel, with the reduction where sequences are split, against float64 attention."""
+"""A paged decode of the `mma` kernel, of sequences in several chunks, against float64 attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cubinery.runtime.ops.paged_decode.quantize import quantize_kv
 
 NUM_KV_HEADS = 2
 SPLITS = 2
-"""Chunks a sequence, so that the reduction runs too."""
+"""Chunks a sequence, so that they are merged too."""
 
 
 def check(subject: Subject) -> Finding:
@@ -53,7 +53,7 @@ def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) 
     if op.keys(group)[0] != subject.key:
         raise CubineryError(f"{subject.key}: the public call picks {op.keys(group)[0]} for its configuration")
     plan = op.plan(list(keys), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS, force_splits=splits)
-    if config.pdl:  # once more: the second decode may start before the first reduction has ended
+    if config.pdl:  # once more: the second decode may start before the first has ended
         plan.run(**problem)
     o, lse = plan.run(**problem)
     expected = paged_attention(

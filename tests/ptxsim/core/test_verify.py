@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cubinery.aot import verify
 from cubinery.aot.builder import BuildOptions, build
 from cubinery.aot.commands import cli
 from cubinery.aot.ptxsim.driver import SimDriver
@@ -28,15 +29,16 @@ pytest.importorskip("torch", reason="the operator needs torch")
 
 ARCH = "sm_110a"
 KEY = f"paged_decode-{ARCH}-mma-d128-p16-kvfp8"
-REDUCE = f"paged_decode-{ARCH}-reduce-d128"
+PART = f"paged_decode-{ARCH}-part-d128"
+"""A kernel that there might be."""
 SMOKE = Path(__file__).parents[3] / "kernel_specs" / "smoke.yaml"
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One decode and its reduction for Thor, with their PTX."""
+    """One decode for Thor, with its PTX."""
     root = tmp_path_factory.mktemp("sim")
-    items = [item for item in expand(load_specs([SMOKE]), [ARCH]) if item.key in (KEY, REDUCE)]
+    items = [item for item in expand(load_specs([SMOKE]), [ARCH]) if item.key == KEY]
     report = build(items, BuildOptions(out=root / "out", cache_dir=root / "cache"))
     assert report.ok, [(row.key, row.error) for row in report.rows]
     return root / "out" / ARCH
@@ -69,7 +71,7 @@ def test_the_kernel_is_right_under_every_schedule(bundle: Path, schedule: str) -
     outcome = run(Task(bundle, ARCH, KEY, schedule))
     assert outcome.ok, outcome.error
     assert outcome.instructions > 10_000
-    assert outcome.executed == (KEY, REDUCE)
+    assert outcome.executed == (KEY,)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_a_bundle_without_ptx_is_an_error_that_says_how_to_get_it(bundle: Path, 
     bare = dataclasses.replace(
         manifest, artifacts=tuple(dataclasses.replace(a, emitted={}) for a in manifest.artifacts)
     )
-    with pytest.raises(SimError, match=r"keep no PTX.*emit: \[ptx\]"):
+    with pytest.raises(SimError, match=r"keeps no PTX.*emit: \[ptx\]"):
         tasks(Bundle(bundle, bare), ["fair:0"])
     library = Library.open(bundle, driver=SimDriver(ARCH, [Bundle(bundle, bare)]))
     with pytest.raises(SimError, match=rf"{KEY}: its bundle keeps no PTX.*emit: \[ptx\]"):
@@ -121,34 +123,43 @@ def test_a_bundle_without_ptx_is_an_error_that_says_how_to_get_it(bundle: Path, 
 
 
 def test_an_artifact_that_nothing_runs_is_a_failure(bundle: Path) -> None:
-    opened = Bundle.open(bundle)
-    (task,) = tasks(opened, ["fair:0"])
-    assert task.parts == (REDUCE,)
-    artifacts = opened.manifest.artifacts
-    good = Outcome(KEY, "fair:0", "", "", 1, 1.0, 1, (KEY, REDUCE))
+    (artifact,) = Manifest.read(bundle).artifacts
+    artifacts = [artifact, dataclasses.replace(artifact, key=PART, impl="part")]
+    task = Task(bundle, ARCH, KEY, "fair:0", parts=(PART,))
+    good = Outcome(KEY, "fair:0", "", "", 1, 1.0, 1, (KEY, PART))
     assert not_run(artifacts, [task], [good]) == []
     (left,) = not_run(artifacts, [task], [dataclasses.replace(good, executed=(KEY,))])
-    assert left.key == REDUCE
-    assert re.search(r"nothing ran it: aot/problems/paged_decode/reduce\.py has no check", left.error)
-    # Where its decode failed, that is what there is to say.
+    assert left.key == PART
+    assert re.search(r"nothing ran it: aot/problems/paged_decode/part\.py has no check", left.error)
+    # Where the kernel that requires it failed, that is what there is to say.
     assert not_run(artifacts, [task], [dataclasses.replace(good, error="RaceFault", executed=(KEY,))]) == []
 
 
-def test_a_part_is_asked_for_by_its_own_key(bundle: Path) -> None:
-    (task,) = tasks(Bundle.open(bundle), ["fair:0"])
+def test_a_part_is_asked_for_by_its_own_key() -> None:
+    task = Task(Path(), ARCH, KEY, "fair:0", parts=(PART,))
     assert task.concerns(())
     assert task.concerns(("nothing", "p16"))
-    assert task.concerns(("reduce-d128",))
+    assert task.concerns(("part-d128",))
     assert not task.concerns(("d256",))
-    arguments = ["verify", str(bundle), "--sim", "--schedules", "1", "--jobs", "1", "--key", "reduce-d128"]
-    result = CliRunner().invoke(cli, arguments)
-    assert result.exit_code == 0, result.output
-    assert re.search(rf"{KEY} +1 schedule +ok", result.stdout)
 
 
-def test_a_kernel_without_a_check_cannot_be_run(bundle: Path) -> None:
-    outcome = run(Task(bundle, ARCH, REDUCE, "fair:0"))
-    assert re.search(rf"{REDUCE}: aot/problems/paged_decode/reduce\.py has no check of it", outcome.error)
+def test_only_what_is_asked_for_must_have_run(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "run_all", lambda *_, **__: [])
+    arguments = ["verify", str(bundle), "--sim", "--schedules", "1", "--jobs", "1", "--key"]
+    result = CliRunner().invoke(cli, [*arguments, "d128"])
+    assert result.exit_code == 1
+    assert f"{KEY} under every schedule: nothing ran it" in result.output
+    result = CliRunner().invoke(cli, [*arguments, "d256"])
+    assert result.exit_code == 2
+    assert re.search(r"--key d256: no key of .* contains it", result.output)
+
+
+def test_a_kernel_without_a_check_cannot_be_run(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "check_of", lambda *_: None)
+    outcome = run(Task(bundle, ARCH, KEY, "fair:0"))
+    assert re.search(rf"{KEY}: aot/problems/paged_decode/mma\.py has no check of it", outcome.error)
+    with pytest.raises(SimError, match="no artifact that aot/problems has a check for"):
+        tasks(Bundle.open(bundle), ["fair:0"])
 
 
 def test_driver_memory(bundle: Path) -> None:
