@@ -1,4 +1,4 @@
-"""Stand-ins for the decode and reduce kernels that run on host memory, given nothing but a recorded launch.
+"""Stand-ins for the decode and planning kernels that run on host memory, given nothing but a recorded launch.
 
 They read parameters, tensor maps, work items and strides as the real kernels do, so a test that runs the
 public call against the reference proves planning, packing and addressing without a GPU.
@@ -14,6 +14,7 @@ from fake_driver import FakeTensorMap, Launch
 
 from cubinery.runtime.ops.paged_decode.formats import E4M3
 from cubinery.runtime.ops.paged_decode.quantize import decode as decode_codes
+from cubinery.runtime.ops.paged_decode.windows import EVERYTHING, Window, plan_visible
 
 TILE = 128
 
@@ -63,6 +64,28 @@ def o_view(v: dict[str, Any], num_seqs: int, d: int) -> np.ndarray:
     return memory(v["o"], (num_seqs, tokens, heads, d), (v["o_seq"], v["o_token"], v["o_head"], 1), np.uint16)
 
 
+def is_plan(launch: Launch) -> bool:
+    """The planning kernel's launch."""
+    return "_plan_" in launch.symbol
+
+
+def plan(launch: Launch) -> None:
+    """Stand-in for the planning kernel: the host planner, from nothing but the launch."""
+    v = launch.values
+    given = packed(v["seq_lens"], (v["num_seqs"],), np.int64 if v["seq_len_bytes"] == 8 else np.int32)
+    lengths = given.clip(0, v["max_length"]).astype(np.int64)
+    span = v["window_span"]
+    found = plan_visible(
+        lengths, EVERYTHING if span == 2**31 - 1 else Window(span, 1), policy="thor" if v["is_thor"] else "balanced",
+        num_kv_heads=v["ctas"], q_tiles=1, pad_to=v["num_work"],
+        **{name: v[name] for name in ("sm_count", "ctas_per_sm", "lone_tile_cost", "max_splits", "force_splits",
+                                      "min_chunk_tiles")},
+    )  # fmt: skip
+    narrow = lengths.astype(np.int32)
+    packed(v["work"], (v["num_work"], 8), np.int32)[:] = found.device_work(narrow)
+    packed(v["lengths"], (v["num_seqs"],), np.int32)[:] = narrow
+
+
 class HostKernels:
     """`FakeDriver(on_launch=HostKernels(num_seqs, row_tile, causal))`."""
 
@@ -70,7 +93,7 @@ class HostKernels:
         self.num_seqs, self.row_tile, self.q_len, self.causal = num_seqs, row_tile, q_len, causal
 
     def __call__(self, launch: Launch) -> None:
-        (self.reduce if "reduce" in launch.symbol else self.decode)(launch)
+        (plan if is_plan(launch) else self.decode)(launch)
 
     def decode(self, launch: Launch) -> None:
         v, (q_tiles, heads, num_work) = launch.values, launch.grid
@@ -80,18 +103,19 @@ class HostKernels:
         assert heads == v["num_kv_heads"] == k.shape[2]
         assert q_tiles == -(-n_q // self.row_tile)
         assert v["num_pages"] == k.shape[0]
-        work = packed(v["work"], (num_work, 4), np.int32)
-        lengths = packed(v["seq_lens"], (self.num_seqs,), np.int32)
+        work = packed(v["work"], (num_work, 8), np.int32)
         lse = packed(v["lse"], (self.num_seqs, heads, n_q), np.float32)
         q = memory(
             v["q"], (self.num_seqs, n_q // group, heads * group, d), (v["q_seq"], v["q_token"], v["q_head"], 1),
             np.uint16,
         )  # fmt: skip
         o = o_view(v, self.num_seqs, d)
-        for seq, begin, end, slot in work.tolist():
+        split: dict[int, tuple[int, int]] = {}
+        for seq, begin, end, length, slot, parts, first_slot, _ in work.tolist():
             if seq < 0:
                 continue
-            length = int(lengths[seq])
+            if parts > 1:
+                split[seq] = parts, first_slot
             assert begin % TILE == 0
             assert end <= length
             keys = np.arange(begin, end)
@@ -115,7 +139,7 @@ class HostKernels:
                     weights = np.exp(scores - top)
                     total = weights.sum()
                     sums = scale("v_descale") * (weights @ head_v[seen])
-                    if slot >= 0:
+                    if parts > 1:
                         at = (slot * heads + head) * n_q + n
                         packed(v["o_partial"] + at * d * 4, (d,), np.float32)[:] = sums
                         packed(v["m_partial"] + at * 4, (1,), np.float32)[:] = top
@@ -124,26 +148,21 @@ class HostKernels:
                         o[seq, token, query] = to_bf16(v["scale_o"] * sums / total if total else sums * 0)
                         lse[seq, head, n] = top + np.log(total) if total else -np.inf
 
-    def reduce(self, launch: Launch) -> None:
-        v, (row_blocks, num_seqs, one) = launch.values, launch.grid
-        heads, n_q, group = v["num_kv_heads"], v["n_q"], v["group_size"]
-        assert (row_blocks, num_seqs, one) == (-(-heads * n_q // v["rows_per_cta"]), self.num_seqs, 1)
-        d = launch.config.dynamic_smem * 8 // launch.config.block[0]  # one fp32 row a warp
-        splits = packed(v["splits"], (self.num_seqs, 2), np.int32)
-        lse = packed(v["lse"], (self.num_seqs, heads, n_q), np.float32)
-        o = o_view(v, self.num_seqs, d)
-        for seq, (count, first) in enumerate(splits.tolist()):
-            if count <= 1:
-                continue
-            shape = (count, heads, n_q)
-            start = first * heads * n_q
-            m, total = (packed(v[name] + start * 4, shape, np.float32) for name in ("m_partial", "l_partial"))
-            sums = packed(v["o_partial"] + start * d * 4, (*shape, d), np.float32)
-            top = m.max(axis=0)
-            weights = np.exp(m - np.where(np.isinf(top), 0, top))
-            full = (weights * total).sum(axis=0)
-            merged = (weights[..., None] * sums).sum(axis=0) / np.where(full == 0, 1, full)[..., None]
-            lse[seq] = np.where(full > 0, top + np.log(np.where(full > 0, full, 1)), -np.inf)
-            for head in range(heads):
-                for n in range(n_q):
-                    o[seq, n // group, head * group + n % group] = to_bf16(v["scale_o"] * merged[head, n])
+        for seq, (parts, first_slot) in split.items():
+            self.merge(v, parts, first_slot, o[seq], lse[seq])
+
+    def merge(self, v: dict[str, Any], parts: int, first_slot: int, o: np.ndarray, lse: np.ndarray) -> None:
+        """What the CTAs that end last do: a sequence's partial results to its O and LSE."""
+        heads, n_q, group, d = v["num_kv_heads"], v["n_q"], v["group_size"], o.shape[-1]
+        shape = (parts, heads, n_q)
+        start = first_slot * heads * n_q
+        m, total = (packed(v[name] + start * 4, shape, np.float32) for name in ("m_partial", "l_partial"))
+        sums = packed(v["o_partial"] + start * d * 4, (*shape, d), np.float32)
+        top = m.max(axis=0)
+        weights = np.exp(m - np.where(np.isinf(top), 0, top))
+        full = (weights * total).sum(axis=0)
+        merged = (weights[..., None] * sums).sum(axis=0) / np.where(full == 0, 1, full)[..., None]
+        lse[:] = np.where(full > 0, top + np.log(np.where(full > 0, full, 1)), -np.inf)
+        for head in range(heads):
+            for n in range(n_q):
+                o[n // group, head * group + n % group] = to_bf16(v["scale_o"] * merged[head, n])

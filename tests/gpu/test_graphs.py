@@ -202,7 +202,7 @@ def test_after_preload_nothing_is_loaded(gpu: Gpu, bundle: Path) -> None:
     decode = operator(library, gpu, case)
     assert loads == []
     decode.preload(case.group)
-    assert len(loads) == 2  # decode and reduction
+    assert len(loads) == 2  # decode and planning
     plan = decode.plan(case.lengths, **case.heads, force_splits=3)
     check(plan, case, *run(plan, case))
     captured = Captured(decode.plan(case.lengths, **case.heads, capturable=True), case)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS
-from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
 from cubinery.runtime.ops.paged_decode.planner import plan_splits
 from cubinery.runtime.ops.paged_decode.windows import EVERYTHING, Window, plan_visible
 
@@ -61,19 +58,3 @@ def test_padding_stays_empty() -> None:
     plan = plan_visible(np.array([1000, 2000]), Window(10, 1), pad_to=9, max_splits=1, **OPTIONS)
     assert plan.work[plan.work[:, 2] > 0, :3].tolist() == [[0, 7, 8], [1, 15, 16]]
     assert not plan.work[plan.work[:, 2] == 0].any()
-
-
-@pytest.mark.parametrize("q_len", [1, 4])
-@pytest.mark.parametrize("window", [1, 130, 2000])
-def test_plans_on_the_device_leave_out_the_same(window: int, q_len: int) -> None:
-    lengths = [0, 1, 128, 129, 700, 5000, 131]
-    span = Window(window, q_len)
-    host = plan_visible(np.array(lengths), span, max_splits=1, **OPTIONS)
-    n = len(lengths)
-    arrays = torch.zeros(100 * n, dtype=torch.int32)
-    planner = DevicePlanner(
-        arrays, num_work=n, num_seqs=n, max_length=5000, max_splits=1, min_chunk_tiles=1, window=span
-    )
-    planner.write(torch.tensor(lengths, dtype=torch.int32))
-    expected = host.device_work(np.array(lengths, np.int32))
-    assert arrays.numpy()[: expected.size].reshape(expected.shape).tolist() == expected.tolist()

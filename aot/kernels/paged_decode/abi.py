@@ -6,11 +6,13 @@ Imports no compiler, so that a plan or a cached build costs nothing.
 from __future__ import annotations
 
 from cubinery.aot.kernels.paged_decode.append_abi import append_record
+from cubinery.aot.kernels.paged_decode.plan_abi import plan_record
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.manifest import KernelRecord, ParamKind, Swizzle, TensorMapSpec, pack_params
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 
 SWIZZLES: dict[int, Swizzle] = {128: "128B", 64: "64B", 32: "32B", 96: "none", 48: "none"}
 """By bytes of a box's rows: 16-byte chunks of eight rows then lie in different banks. Rows of 6-bit codes have no
@@ -22,6 +24,8 @@ def declare(config: KernelConfig, arch: Arch) -> KernelRecord:
     """The launch record of a configuration, without resources (the builder reads those back)."""
     if isinstance(config, AppendConfig):
         return append_record(config)
+    if isinstance(config, PlanConfig):
+        return plan_record(config)
     assert isinstance(config, DecodeConfig)
     return _decode(config, arch)
 

@@ -13,6 +13,7 @@ from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import KernelConfig, axis
 from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
+from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 
 TILE_KEYS = 128
 """Keys of one tile: the unit in which the planner cuts sequences into chunks."""
@@ -97,6 +98,10 @@ class DecodeConfig(KernelConfig):
                 f"bytes of shared memory, and the ring has {stages * self.stage_bytes} at ctas_per_sm "
                 f"{self.ctas_per_sm} on {arch.name}"
             )
+
+    def requires(self) -> tuple[KernelConfig, ...]:
+        """The kernel that plans on the device."""
+        return (PlanConfig(),)
 
     # -- derived, never enumerated -------------------------------------------------------------
 
@@ -211,4 +216,4 @@ class DecodeConfig(KernelConfig):
         return self.FIXED_SMEM + self.q_bytes + self.stages(arch) * self.stage_bytes
 
 
-CONFIGS: dict[str, type[KernelConfig]] = {c.impl: c for c in (DecodeConfig, AppendConfig)}
+CONFIGS: dict[str, type[KernelConfig]] = {c.impl: c for c in (DecodeConfig, AppendConfig, PlanConfig)}

@@ -20,6 +20,7 @@ from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
+from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, host_lengths
 from cubinery.runtime.ops.paged_decode.select import Problem, select
 from cubinery.runtime.ops.paged_decode.streams import device_index, raw_stream
@@ -159,3 +160,9 @@ class PagedDecode:
             key = self.library.key_for(config, self.device)
             found = self._kernels[group_size] = self.library.kernel(key, self.device, role="decode", stream=stream)
         return found
+
+    def plan_kernel(self, *, stream: int) -> Kernel:
+        """The kernel that plans on the device, loaded at the first request."""
+        return self.library.kernel(
+            self.library.key_for(PlanConfig(), self.device), self.device, role="plan", stream=stream
+        )

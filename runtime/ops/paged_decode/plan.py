@@ -16,7 +16,7 @@ from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.calls import Call, Recent
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
-from cubinery.runtime.ops.paged_decode.planner import DEFAULT_MAX_SPLITS, SplitPlan, host_lengths
+from cubinery.runtime.ops.paged_decode.planner import SplitPlan, host_lengths
 from cubinery.runtime.ops.paged_decode.streams import Upload, current_stream, on_stream, raw_stream
 from cubinery.runtime.ops.paged_decode.windows import Window, plan_visible
 
@@ -118,7 +118,9 @@ class Plan:
 
     def workspace_bytes(self) -> int:
         """Bytes that `run` needs as its workspace (16-byte aligned); 0 if nothing can be split."""
-        return self.partial_slots * self._row_counts() * 4 * (self.shape.head_dim + 2) + (16 if self._splits_some else 0)
+        return self.partial_slots * self._row_counts() * 4 * (self.shape.head_dim + 2) + (
+            16 if self._splits_some else 0
+        )
 
     def _row_counts(self) -> int:
         """Output rows of one partial slot."""
@@ -155,54 +157,32 @@ class Plan:
 
         `seq_lens`: int32 or int64 (num_seqs,), read when `stream` gets there, so each replay plans for what they
         hold then. The first call fixes a bound, the longest length that the host has planned for: longer ones are
-        cut to it, as the block table may hold no more; negative ones are 0. It also makes constants, so make it
-        before a capture; later calls wait for nothing and copy nothing from or to the host. The plan is the one
-        that `update` makes for these lengths; the attribute `splits` remains the host's last one.
+        cut to it, as the block table may hold no more; negative ones are 0. It is one launch: it waits for nothing and
+        copies nothing from or to the host. The plan is the one that `update` makes for these lengths (where that
+        would refuse, having no room, nothing is split); the attribute `splits` remains the host's last one.
 
         Follows earlier work of `stream`, as `update` does. Raises ArgumentError, PlanError, CaptureError.
         """
         raw = raw_stream(self.decode.torch_device, stream)
         tensors.common("seq_lens", seq_lens, self.decode.torch_device, "torch.int32", "torch.int64")
-        if tuple(seq_lens.shape) != (self.num_seqs,):
-            raise ArgumentError(f"seq_lens has shape {tuple(seq_lens.shape)}: expected ({self.num_seqs},)")
-        capturing = self._driver.is_capturing(raw)
-        planner = self._device_planner
-        if planner is None and capturing:
-            raise CaptureError(
-                "the first update_on_device of a plan makes constants, which a graph capture forbids: call it once "
-                "before the capture"
+        if tuple(seq_lens.shape) != (self.num_seqs,) or not seq_lens.is_contiguous():
+            raise ArgumentError(
+                f"seq_lens has shape {tuple(seq_lens.shape)} and strides {tuple(seq_lens.stride())}: expected "
+                f"({self.num_seqs},), contiguous"
             )
+        planner = self._device_planner
+        if planner is None:
+            planner = self._device_planner = DevicePlanner(
+                self.decode.plan_kernel(stream=raw), work=self._upload.tensor.data_ptr(), num_work=self.num_work,
+                num_seqs=self.num_seqs, max_length=int(self._lengths.max()), window=self._window,
+                options=self._options,
+            )  # fmt: skip
         if raw != self._ordered:
             self._order(raw)
-        with on_stream(self.decode.torch_device, raw):
-            if planner is None:
-                planner = self._device_planner = self._make_device_planner()
-            planner.write(seq_lens)
-        if not capturing:
+        planner.launch(seq_lens.data_ptr(), seq_lens.element_size(), raw)
+        if not self._driver.is_capturing(raw):
             self._upload.written(raw)
             self._ordered = raw
-
-    def _make_device_planner(self) -> DevicePlanner:
-        options = self._options
-        if options["force_splits"]:
-            raise PlanError(
-                f"force_splits = {options['force_splits']}: expected 0 for plans that are updated on the device"
-            )
-        if options["policy"] != "balanced":
-            raise PlanError(f"policy = {options['policy']!r}: plans that are updated on the device are 'balanced'")
-        return DevicePlanner(
-            self._upload.tensor,
-            num_work=self.num_work,
-            num_seqs=self.num_seqs,
-            max_length=int(self._lengths.max()),
-            max_splits=options["max_splits"] or DEFAULT_MAX_SPLITS[options["policy"]],
-            min_chunk_tiles=options["min_chunk_tiles"],
-            ctas=options["num_kv_heads"] * options["q_tiles"],
-            sm_count=options["sm_count"],
-            ctas_per_sm=options["ctas_per_sm"],
-            lone_tile_cost=options["lone_tile_cost"],
-            window=self._window,
-        )
 
     @property
     def _longest(self) -> int:
