@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cubinery.aot.ptxsim.dependent import READ
+from cubinery.aot.ptxsim.dependent import READ, WRITTEN
 from cubinery.aot.ptxsim.faults import Place, RaceFault
 from cubinery.aot.ptxsim.memory import POISON, Allocation, GlobalMemory
 
@@ -73,10 +73,10 @@ class Snapshot:
             if change.written.size:
                 _written(allocation)[change.written] = POISON
 
-    def check(self, kernel: str, blocks: Sequence[str], changes: Sequence[Changes], reads: Sequence[Any]) -> None:
+    def check(self, kernel: str, blocks: Sequence[str], changes: Sequence[Changes], touched: Sequence[Any]) -> None:
         """Raise RaceFault where shares write different values to a byte, or one reads what another changes.
 
-        `blocks` names the CTAs of each share, `reads` are the marks of a share's footprint by allocation, or None.
+        `blocks` names the CTAs of each share, `touched` are the marks of a share's footprint by allocation, or None.
         """
         owners: dict[int, tuple[Any, Any]] = {}
         for share, made in enumerate(changes):
@@ -89,15 +89,19 @@ class Snapshot:
                     what = f"{blocks[owner[at]]} and {blocks[share]} write different values"
                     self._race(kernel, what, base, at)
                 owner[change.index], values[change.index] = share, change.values
-        for share, marks in enumerate(reads):
+        for share, marks in enumerate(touched):
             for base, (owner, _) in owners.items():
                 if marks is not None and base in marks:
                     allocation = self._held[base][0]
                     own = marks[base][base - allocation.origin :][: allocation.size]
-                    clash = ((own & READ) != 0) & (owner >= 0) & (owner != share)
-                    if clash.any():
-                        at = int(np.flatnonzero(clash)[0])
-                        self._race(kernel, f"{blocks[share]} read what {blocks[owner[at]]} write", base, at)
+                    others = (owner >= 0) & (owner != share)
+                    if base in changes[share]:
+                        others[changes[share][base].index] = False  # compared above
+                    for mark, what in ((WRITTEN, "write another value than"), (READ, "read what")):
+                        clash = others & ((own & mark) != 0)
+                        if clash.any():
+                            at = int(np.flatnonzero(clash)[0])
+                            self._race(kernel, f"{blocks[share]} {what} {blocks[owner[at]]} write", base, at)
 
     def _nobody(self, base: int) -> tuple[Any, Any]:
         size = self._held[base][0].size

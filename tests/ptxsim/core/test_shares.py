@@ -218,6 +218,12 @@ def test_writing_different_values_is_a_race(processes: int) -> None:
     assert "CTAs 0 to 15 and CTAs 16 to 31 write different values, byte 64 of data" in str(found)
 
 
+def test_writing_back_what_another_cta_changes_is_a_race(processes: int) -> None:
+    found = fault("shr.u32 %r1, %r8, 4; and.b32 %r1, %r1, 1; st.global.b32 [%rd8+64], %r1;", processes)
+    assert isinstance(found, RaceFault)
+    assert "CTAs 0 to 15 write another value than CTAs 48 to 63 write, byte 64 of data" in str(found)
+
+
 def test_writing_the_same_is_none(processes: int) -> None:
     data = words()
     launch("st.global.b32 [%rd8+64], 5;", data, processes)
