@@ -43,6 +43,14 @@ class Case:
     """Columns of the block table past the longest sequence."""
     shared_pages: bool = False
     """All sequences read the same pages, so tails of shorter ones hold values instead of NaN."""
+    window: int | None = None
+    """Keys that a token sees; pages before that hold poison, and their entries of the block table garbage."""
+    softcap: float | None = None
+    with_sinks: bool = False
+    with_q_lens: bool = False
+    """Sequences bring 0 to q_len tokens; the queries of the others hold NaN."""
+    sinks: torch.Tensor | None = field(init=False, default=None)
+    q_lens: torch.Tensor | None = field(init=False, default=None)
     q: torch.Tensor = field(init=False)
     k: torch.Tensor = field(init=False)
     """The logical view (num_pages, page_size, h_k, d) that a kernel is given."""
@@ -59,7 +67,10 @@ class Case:
         self.lengths = [int(n) for n in self.lengths]
         rng = np.random.default_rng(self.seed)
         generator = torch.Generator(self.device).manual_seed(self.seed)
+        tokens = self._axes()
         table, live = self._place(rng)
+        if self.window is not None:
+            self._forget(table, live, tokens)
         self.table = torch.from_numpy(table).to(self.device)
         self.live = torch.from_numpy(live).to(self.device)
         logical = (len(live), self.page_size, self.h_k, self.d)
@@ -81,7 +92,29 @@ class Case:
         self.k, self.v = (self.kernel_view(self.raw[name]) for name in "kv")
         shape = (len(self.lengths) * self.q_len, self.h_q, self.d)
         q = torch.randn(shape, generator=generator, device=self.device)
+        for seq, count in enumerate(tokens):
+            q.view(len(tokens), self.q_len, self.h_q, self.d)[seq, count:] = float("nan")
         self.q = q.bfloat16() if self.q_dtype == "bf16" else q.to(torch.float8_e4m3fn)
+
+    def _axes(self) -> list[int]:
+        """Sinks and new tokens of each sequence, from a generator of their own; returns the latter."""
+        rng = np.random.default_rng(self.seed + 77)
+        tokens = [self.q_len] * len(self.lengths)
+        if self.with_sinks:
+            self.sinks = torch.from_numpy(rng.uniform(-2, 4, self.h_q).astype(np.float32)).to(self.device)
+        if self.with_q_lens:
+            tokens = rng.integers(0, self.q_len + 1, len(tokens)).tolist()
+            self.q_lens = torch.tensor(tokens, dtype=torch.int32, device=self.device)
+        return tokens
+
+    def _forget(self, table: np.ndarray, live: np.ndarray, tokens: Sequence[int]) -> None:
+        """Let go of the pages that lie wholly before the window of their sequence's first token."""
+        assert self.window is not None
+        assert not self.shared_pages, "a page that one sequence lets go would be another's"
+        for seq, (length, count) in enumerate(zip(self.lengths, tokens, strict=True)):
+            gone = max(0, length - count + 1 - self.window) // self.page_size
+            live[table[seq, :gone]] = False
+            table[seq, :gone] = GARBAGE[np.arange(gone) % len(GARBAGE)]
 
     def _block_scales(self, logical: tuple[int, int, int, int]) -> torch.Tensor:
         """Room for block scales, heads outside of rows where the cache has it so."""
@@ -158,7 +191,8 @@ class Case:
     @property
     def extras(self) -> dict[str, torch.Tensor]:
         """What `Plan.run` takes besides `tensors`, for the axes that this problem uses."""
-        return self.scales
+        found = {"sinks": self.sinks, "q_lens": self.q_lens}
+        return self.scales | {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -50,11 +50,16 @@ def attention(
     kv_format: str = "fp8",
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    q_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o in the shape of `q`, lse (num_seqs, num_kv_heads, q_len * group_size)), float64 on q's device.
 
     Arguments as for `Plan.run`. Entries of the block table and rows of the cache at or past a sequence's end
-    are never read. A row that sees no key has o = 0 and lse = -inf.
+    are never read, nor what lies in pages before the window. A row that sees no key has o = 0, and lse = -inf or its
+    sink; rows past q_lens have o = 0 and lse = -inf.
     """
     num_seqs, (h_q, d), device = len(lengths), q.shape[-2:], q.device
     page_size, h_k = k_cache.shape[1:3]
@@ -70,21 +75,31 @@ def attention(
     # uint8 and bf16 can be indexed on every device, float8 cannot.
     stored = [c.view(torch.uint8) if c.element_size() == 1 else c for c in (k_cache, v_cache)]
     block_scales = (k_scales, v_scales)
-    for seq, length in enumerate(lengths):
-        if length == 0:
-            continue
-        pages = block_table[seq, : -(-length // page_size)].long()
+    tokens = [q_len] * num_seqs if q_lens is None else q_lens.clamp(0, q_len).tolist()
+    sink = None if sinks is None else sinks.double().view(h_k, 1, group).expand(h_k, q_len, group).reshape(h_k, -1, 1)
+    for seq, (length, new) in enumerate(zip(lengths, tokens, strict=True)):
+        start = 0 if window is None else max(0, length - new + 1 - window) // page_size
+        pages = block_table[seq, start : -(-length // page_size)].long()
         k, v = (
-            values(c[pages], None if s is None else s[pages], kv_format).flatten(0, 1)[:length].transpose(0, 1)
+            values(c[pages], None if s is None else s[pages], kv_format)
+            .flatten(0, 1)[: length - start * page_size]
+            .transpose(0, 1)
             for c, s in zip(stored, block_scales, strict=True)
-        )  # (h_k, length, d)
+        )  # (h_k, keys, d)
         scores = queries[seq] @ k.transpose(1, 2) * sigma[seq, :, None, None]
-        if causal and q_len > 1:
-            keys = torch.arange(length, device=device)
-            scores = scores.masked_fill(keys > (length - q_len + token)[:, None], -torch.inf)
-        top = scores.amax(-1, keepdim=True)
-        weights = (scores - top.nan_to_num(neginf=0.0)).exp()
-        total = weights.sum(-1, keepdim=True)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        keys = start * page_size + torch.arange(k.shape[1], device=device)
+        last = (length - new + token)[:, None]
+        if causal:
+            scores = scores.masked_fill(keys > last, -torch.inf)
+        if window is not None:
+            scores = scores.masked_fill(keys <= last - window, -torch.inf)
+        logits = scores.new_full((*scores.shape[:2], 1), -torch.inf) if sink is None else sink
+        logits = torch.cat([scores, logits], -1).masked_fill((token >= new)[:, None], -torch.inf)
+        top = logits.amax(-1, keepdim=True)
+        weights = (logits - top.nan_to_num(neginf=0.0)).exp()
+        total, weights = weights.sum(-1, keepdim=True), weights[..., :-1]
         seen = total > 0
         o[seq] = torch.where(seen, weights @ v / total.where(seen, 1.0), 0.0) * gain[seq, :, None, None]
         lse[seq] = torch.where(seen, top + total.where(seen, 1.0).log(), -torch.inf)[..., 0]

@@ -59,7 +59,7 @@ def expect(case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's (o, lse) for the run options that bear on it."""
     return attention(
         case.q, case.k, case.v, case.table, case.lengths, q_len=case.q_len, causal=case.causal,
-        kv_format=case.kv_format, **case.extras, **options,
+        kv_format=case.kv_format, window=case.window, softcap=case.softcap, **case.extras, **options,
     )  # fmt: skip
 
 
@@ -98,7 +98,8 @@ class Gpu:
         """The operator for a case; `choices` are row_tile, ctas_per_sm and pdl."""
         problem = {
             "head_dim": case.d, "page_size": case.page_size, "kv_format": case.kv_format, "q_len": case.q_len,
-            "causal": case.causal, "q_dtype": case.q_dtype,
+            "causal": case.causal, "q_dtype": case.q_dtype, "window": case.window, "softcap": case.softcap,
+            "sinks": case.with_sinks, "q_lens": case.with_q_lens,
         } | choices  # fmt: skip
         key = tuple(sorted(problem.items()))
         if key not in self._decodes:

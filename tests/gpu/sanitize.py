@@ -45,6 +45,10 @@ PROBLEMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     # Non-causal tokens.
     ({"kv_format": "fp8", "d": 128, "page_size": 16, "q_len": 4, "causal": False, "h_q": 12}, {}),
+    # Window, sinks, soft-cap and tokens per sequence at once; a short head with sinks; a long head in column halves.
+    ({"q_len": 4, "h_q": 8, "window": 140, "softcap": 3.0, "with_sinks": True, "with_q_lens": True}, {}),
+    ({"kv_format": "bf16", "d": 64, "page_size": 64, "h_q": 16, "window": 128, "with_sinks": True}, {}),
+    ({"kv_format": "fp8", "d": 512, "page_size": 32}, {}),
 ]
 
 
@@ -56,10 +60,13 @@ def sanitize(gpu: Gpu, fields: dict[str, Any], choices: dict[str, Any], force_sp
     lse = Guarded(plan.shape.lse, torch.float32, case.device)
     # Not filled: initcheck then knows which partial results were never written.
     workspace = torch.empty(plan.workspace_bytes(), dtype=torch.uint8, device=case.device)
-    plan.run(*case.tensors, out=out.tensor, lse=lse.tensor, workspace=workspace if workspace.numel() else None)
+    plan.run(
+        *case.tensors, out=out.tensor, lse=lse.tensor, workspace=workspace if workspace.numel() else None, **case.extras
+    )
     expected = paged_attention(
         case.q.cpu(), case.raw["k"].cpu(), case.raw["v"].cpu(), case.table.cpu(), case.lengths, q_len=case.q_len,
-        causal=case.causal,
+        causal=case.causal, window=case.window, softcap=case.softcap,
+        **{name: tensor.cpu() for name, tensor in case.extras.items()},
     )  # fmt: skip
     found = deviation(out.tensor.cpu().double().numpy(), lse.tensor.cpu().numpy(), *expected)
     assert found.within(PAGED_DECODE[plan.config.impl]), f"{plan!r}: {found}"

@@ -22,6 +22,17 @@ PROBLEMS: list[dict[str, Any]] = [
     {"lengths": [5, 200, 0], "kv_format": "e2m3", "layout": "nhd"},
     {"lengths": [5, 200, 0], "kv_format": "e2m1", "layout": "interleaved", "page_size": 32},
     {"lengths": [5, 200, 0], "kv_format": "nvfp4", "q_dtype": "e4m3", "q_len": 2, "d": 256},
+    {"lengths": [5, 200, 0, 77], "q_len": 3, "window": 40, "softcap": 1.5},
+    {"lengths": [5, 200, 0, 77], "d": 64, "window": 1, "with_sinks": True, "kv_format": "bf16"},
+    {
+        "lengths": [5, 200, 0, 77, 3, 9],
+        "q_len": 4,
+        "with_sinks": True,
+        "with_q_lens": True,
+        "window": 30,
+        "softcap": 3.0,
+    },
+    {"lengths": [5, 200, 0, 77, 3, 9], "q_len": 4, "causal": False, "with_q_lens": True},
 ]
 
 
@@ -36,7 +47,10 @@ def compare(problem: dict[str, Any], device: torch.device) -> None:
     }
     for options in ({}, scales | {"softmax_scale": 0.11, "out_scale": -2.0}, {"v_descale": 0.5}):
         arguments = (case.q, case.k, case.v, case.table, case.lengths)
-        axes: dict[str, Any] = {"q_len": case.q_len, "causal": case.causal, "kv_format": case.kv_format, **case.extras}
+        axes: dict[str, Any] = {
+            "q_len": case.q_len, "causal": case.causal, "kv_format": case.kv_format, "window": case.window,
+            "softcap": case.softcap, **case.extras,
+        }  # fmt: skip
         found = attention(*arguments, **axes, **options)
         expected = paged_attention(
             *(x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments), **axes, **options

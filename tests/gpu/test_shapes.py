@@ -31,7 +31,8 @@ def problem_of(config: DecodeConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """(Case fields, choices) that lead to a configuration."""
     fields = {
         "d": config.head_dim, "page_size": config.page_size, "kv_format": config.kv_format, "q_len": config.q_len,
-        "causal": config.causal, "q_dtype": config.q_dtype,
+        "causal": config.causal, "q_dtype": config.q_dtype, "window": 130 if config.window else None,
+        "softcap": 3.0 if config.softcap else None, "with_sinks": config.sinks, "with_q_lens": config.q_lens,
     }  # fmt: skip
     return fields, {"row_tile": config.row_tile, "ctas_per_sm": config.ctas_per_sm, "pdl": config.pdl}
 
@@ -62,7 +63,7 @@ def check_once(plan: Any, case: Case, out: Any, lse: Any, expected: Any) -> Any:
 
 
 @FORMATS
-@pytest.mark.parametrize("d", [128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_formats_pages_head_dims_and_layouts(gpu: Gpu, kv_format: str, d: int, page_size: int, layout: Any) -> None:

@@ -16,6 +16,8 @@ from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.quantize import quantize_kv
 
 NUM_KV_HEADS = 2
+WINDOW, SOFTCAP = 170, 2.0
+"""Of kernels that have one: the window begins inside a tile, and pages lie before it."""
 SPLITS = 2
 """Chunks a sequence, so that they are merged too."""
 
@@ -48,7 +50,8 @@ def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) 
     op = PagedDecode(
         subject.library, head_dim=config.head_dim, page_size=config.page_size, kv_format=config.kv_format,
         q_len=config.q_len, causal=config.causal, q_dtype=config.q_dtype, impl=config.impl,
-        row_tile=config.row_tile, ctas_per_sm=config.ctas_per_sm, pdl=config.pdl,
+        row_tile=config.row_tile, ctas_per_sm=config.ctas_per_sm, pdl=config.pdl, sinks=config.sinks,
+        q_lens=config.q_lens, **launch_values(config),
     )  # fmt: skip
     if op.keys(group)[0] != subject.key:
         raise CubineryError(f"{subject.key}: the public call picks {op.keys(group)[0]} for its configuration")
@@ -57,15 +60,22 @@ def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) 
         plan.run(**problem)
     o, lse = plan.run(**problem)
     expected = paged_attention(
-        **problem, seq_lens=keys, q_len=config.q_len, causal=config.causal, kv_format=config.kv_format
-    )
+        **problem, seq_lens=keys, q_len=config.q_len, causal=config.causal, kv_format=config.kv_format,
+        **launch_values(config),
+    )  # fmt: skip
     return tolerances.deviation(o.cpu().double().numpy(), lse.cpu().numpy(), *expected)
+
+
+def launch_values(config: DecodeConfig) -> dict[str, Any]:
+    """What PagedDecode is told of the axes that have a size."""
+    return {"window": WINDOW if config.window else None, "softcap": SOFTCAP if config.softcap else None}
 
 
 def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], seed: int = SEED) -> dict[str, Any]:
     """Tensors of a random problem, by their names in `Plan.run`.
 
     Pages that no sequence owns hold NaN, or the largest value of a format without; the table's padding is invalid.
+    So are pages before a window, and queries of tokens that a sequence does not bring hold NaN.
     """
     import torch
 
@@ -78,11 +88,20 @@ def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], see
     for row, count in enumerate(blocks):
         table[row, :count] = order[taken : taken + count]
         taken += count
+    # Some sequences bring all tokens, some fewer, none included.
+    tokens = [config.q_len - i % (config.q_len + 1) if config.q_lens else config.q_len for i in range(len(lengths))]
+    gone = [
+        max(0, length - count + 1 - WINDOW) // config.page_size if config.window else 0
+        for length, count in zip(lengths, tokens, strict=True)
+    ]
+    unowned = [*order[taken:], *(page for row, count in enumerate(gone) for page in table[row, :count])]
+    for row, count in enumerate(gone):
+        table[row, :count] = -(2**31)
     shape = (pages, config.page_size, NUM_KV_HEADS, config.head_dim)
     problem: dict[str, Any] = {}
     for name in "kv":
         values = rng.standard_normal(shape).astype(np.float32)
-        values[order[taken:]] = np.nan
+        values[unowned] = np.nan
         scale = None if config.kv_format == "bf16" else torch.ones(1 if config.kv_format == "nvfp4" else NUM_KV_HEADS)
         stored = quantize_kv(torch.from_numpy(values), config.kv_format, scale)
         problem[f"{name}_cache"] = stored.data
@@ -90,5 +109,13 @@ def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], see
             problem[f"{name}_scales"] = stored.block_scales
     rows = (len(lengths) * config.q_len, group * NUM_KV_HEADS, config.head_dim)
     q = torch.from_numpy(rng.standard_normal(rows).astype(np.float32))
+    for seq, count in enumerate(tokens):
+        q[seq * config.q_len + count : (seq + 1) * config.q_len] = np.nan
     q = q.bfloat16() if config.q_dtype == "bf16" else q.to(torch.float8_e4m3fn)
-    return {"q": q, **problem, "block_table": torch.from_numpy(table)}
+    problem = {"q": q, **problem, "block_table": torch.from_numpy(table)}
+    if config.sinks:
+        sinks = rng.uniform(-2, 4, group * NUM_KV_HEADS).astype(np.float32)
+        problem["sinks"] = torch.from_numpy(sinks)
+    if config.q_lens:
+        problem["q_lens"] = torch.tensor(tokens, dtype=torch.int32)
+    return problem
