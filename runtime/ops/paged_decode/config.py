@@ -37,10 +37,6 @@ MAX_SPLITS = 1024
 """Most chunks that one sequence may be cut into: more than the CTAs of any GPU here. Merging loops over them."""
 
 
-MOST_Q_BYTES = 32 * 1024
-"""Largest tile of Q, 128 rows of 128 elements."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig(KernelConfig):
     """The `mma` decode kernel: TMA loads, warp-level mma.sync, split-KV; one source for every arch."""
@@ -81,11 +77,6 @@ class DecodeConfig(KernelConfig):
                 f"{self.row_warps * self.col_warps} computing warps a CTA: {MOST_WARPS} fit an SM, at ctas_per_sm "
                 f"{self.ctas_per_sm}"
             )
-        if self.q_bytes > MOST_Q_BYTES:
-            raise ConfigError(
-                f"paged_decode.mma: row_tile {self.row_tile} of head_dim {self.head_dim} takes {self.q_bytes} bytes of "
-                f"shared memory for Q: expected at most {MOST_Q_BYTES}, as the tile's O takes twice that beside it"
-            )
         stages = self.stages(arch)
         if stages < 3:
             raise ConfigError(
@@ -125,7 +116,7 @@ class DecodeConfig(KernelConfig):
         """Keys of one ring stage: a tile, half of one where so much K is large for a ring, a quarter for long heads."""
         if self.head_dim > 256:
             return TILE_KEYS // (2 if self.row_bytes <= 256 and self.ctas_per_sm == 1 else 4)
-        most = 16 * 1024 if self.ctas_per_sm == 2 else 64 * 1024
+        most = 16 * 1024 if self.ctas_per_sm == 2 else (32 if self.row_tile > 64 else 64) * 1024  # beside Q
         return TILE_KEYS if TILE_KEYS * self.row_bytes <= most else TILE_KEYS // 2
 
     @property

@@ -21,9 +21,9 @@ CONFIGS = [
     DecodeConfig(head_dim=64, page_size=128, kv_format="fp8", row_tile=32, ctas_per_sm=1),
     DecodeConfig(head_dim=64, page_size=64, kv_format="bf16", q_len=16, row_tile=128, ctas_per_sm=1),
     DecodeConfig(head_dim=128, page_size=32, kv_format="fp8", q_len=2, row_tile=128, ctas_per_sm=1),
-    DecodeConfig(head_dim=256, page_size=16, kv_format="bf16", row_tile=64, ctas_per_sm=1),
+    DecodeConfig(head_dim=256, page_size=16, kv_format="bf16", row_tile=128, ctas_per_sm=1),
     DecodeConfig(head_dim=512, page_size=16, kv_format="fp8", q_len=9),
-    DecodeConfig(head_dim=512, page_size=64, kv_format="fp8", row_tile=32, ctas_per_sm=1),
+    DecodeConfig(head_dim=512, page_size=64, kv_format="fp8", row_tile=64, ctas_per_sm=1),
     DecodeConfig(head_dim=512, page_size=128, kv_format="bf16", q_len=5, row_tile=32, ctas_per_sm=1),
 ]
 
