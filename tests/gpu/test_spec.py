@@ -15,7 +15,7 @@ from cubinery.aot.variants import BuildItem, check_closure, expand
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
 MOST_KEYS = 210
-"""A machine of two cores builds these in a few minutes."""
+"""A machine of two cores builds these in a quarter of an hour."""
 
 
 @pytest.fixture(scope="module")
