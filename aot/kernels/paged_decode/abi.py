@@ -91,6 +91,7 @@ def _decode(config: DecodeConfig, arch: Arch) -> KernelRecord:
         ("n_q", "i32"),  # packed query rows of one KV head: q_len * group_size
         ("group_size", "i32"),  # query heads of one KV head
         ("num_pages", "i32"),
+        ("ring_depth", "i32"),  # ring stages in use, at most those of the configuration
         ("block_table_stride", "i32"),  # entries of one row of the block table
         ("q_seq", "i32"),  # element strides of Q and O
         ("q_token", "i32"),

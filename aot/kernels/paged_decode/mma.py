@@ -74,6 +74,7 @@ class PagedDecodeMma(MmaTile):
         n_q: Int32,
         group_size: Int32,
         num_pages: Int32,
+        ring_depth: Int32,
         block_table_stride: Int32,
         q_seq: Int32,
         q_token: Int32,
@@ -108,8 +109,8 @@ class PagedDecodeMma(MmaTile):
         self.kernel.set_name_prefix("cubinery_paged_decode_mma", remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tensor_map, tensor_map, q, block_table, work, q_descale, k_descale, v_descale, o, lse, o_partial,
-            m_partial, l_partial, counters, num_kv_heads, n_q, group_size, num_pages, block_table_stride,
-            q_seq, q_token, q_head, o_seq, o_token, o_head, q_descale_seq, q_descale_head, k_descale_seq,
+            m_partial, l_partial, counters, num_kv_heads, n_q, group_size, num_pages, ring_depth,
+            block_table_stride, q_seq, q_token, q_head, o_seq, o_token, o_head, q_descale_seq, q_descale_head, k_descale_seq,
             k_descale_head, v_descale_seq, v_descale_head, scale_qs, scale_o, window, sinks, softcap, q_lens, scales,
         ).launch(
             grid=(1, 1, 1),
@@ -144,6 +145,7 @@ class PagedDecodeMma(MmaTile):
         n_q: Int32,
         group_size: Int32,
         num_pages: Int32,
+        ring_depth: Int32,
         block_table_stride: Int32,
         q_seq: Int32,
         q_token: Int32,
@@ -195,7 +197,7 @@ class PagedDecodeMma(MmaTile):
                         first_key = self.mask.first_key((length, self.mask.tokens(q_lens, seq, n_q), window))
                 self.producer.produce(
                     smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
-                    self.num_stages(key_begin, key_end), self.head_scales(scales, head),
+                    self.num_stages(key_begin, key_end), ring_depth, self.head_scales(scales, head),
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
@@ -225,7 +227,7 @@ class PagedDecodeMma(MmaTile):
                 self.sync_consumers()
                 place = self.consumer.consume(
                     smem, warp, lane, row0, group_size, (length, tokens, window), softcap, key_begin,
-                    self.num_stages(key_begin, key_end), score_scale,
+                    self.num_stages(key_begin, key_end), ring_depth, score_scale,
                 )  # fmt: skip
                 slot, n_splits, first_slot, seq = ptx.load_shared_i32x4(smem + ITEM_END)
                 self.epilogue.merge_slices(smem, lane, *place)
@@ -276,7 +278,7 @@ def entry(config: DecodeConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
 
     i32, f32 = Int32, Float32
     pointers = [Uint8, BFloat16, i32, i32, f32, f32, f32, BFloat16, f32, f32, f32, f32, i32]
-    scalars = [Int32(1)] * 17 + [Float32(1.0)] * 2
+    scalars = [Int32(1)] * 18 + [Float32(1.0)] * 2
     on = {name for name, _ in optional_params(config)}
     optional = {"window": Int32(1), "sinks": pointer(f32), "softcap": Float32(1.0), "q_lens": pointer(i32)}
     extras = [value if name in on else None for name, value in optional.items()]

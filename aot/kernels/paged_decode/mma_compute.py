@@ -86,10 +86,10 @@ class Consumer(MmaTile):
         return [1 << i for i in range(lanes.bit_length() - 1)]
 
     @cute.jit
-    def consume(self, smem, warp, lane, row0, group_size, span, softcap, key_begin, num_stages, score_scale):
+    def consume(self, smem, warp, lane, row0, group_size, span, softcap, key_begin, num_stages, depth, score_scale):
         """Online softmax over this warp's slice of every stage; returns its place, scales, O, m and l.
 
-        `span` is what `Mask` takes.
+        `span` is what `Mask` takes, `depth` how many slots of the ring are in use.
         """
         c = self.config
         row_group = warp % c.row_warps
@@ -117,7 +117,7 @@ class Consumer(MmaTile):
         o, m, l = state
         stage, phase = Int32(0), Int32(0)
         key = key_begin + slice_key + 2 * quad
-        fixed = (smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, span[0])
+        fixed = (smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, span[0], depth)
         if cutlass.const_expr(c.window):
             # Masked stages lie at the beginning too. The same two loops walk both ends, so that the code does not grow.
             for turn in cutlass.range(2, unroll=1):
@@ -148,17 +148,17 @@ class Consumer(MmaTile):
 
     @cute.jit
     def attend(
-        self, smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, length, limits, key, o, m, l,
-        stage, phase,
+        self, smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, length, depth, limits, key,
+        o, m, l, stage, phase,
     ):  # fmt: skip
         """One stage of K and one of V. `limits` masks scores and the rows of V past the end; None: all visible."""
         c = self.config
         k_offset, k_full, k_empty = stage * c.stage_bytes, smem + FULL + stage * 8, smem + EMPTY + stage * 8
         ptx.mbarrier_wait(k_full, phase)
-        stage, phase = self.advance(stage, phase)
+        stage, phase = self.advance(stage, phase, depth)
         v_offset, v_full, v_empty = stage * c.stage_bytes, smem + FULL + stage * 8, smem + EMPTY + stage * 8
         v_phase = phase
-        stage, phase = self.advance(stage, phase)
+        stage, phase = self.advance(stage, phase, depth)
         for step in cutlass.range(self.warp_keys // self.step_keys, unroll=1):
             first = step * self.step_keys
             scores = self.scores(self.format.move(k_lane, k_offset, first), q_address, q_frags)

@@ -23,9 +23,9 @@ class Producer(MmaTile):
     @cute.jit
     def produce(
         self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
-        num_stages, scales,
+        num_stages, depth, scales,
     ):  # fmt: skip
-        """Fill the ring. Lane i issues box i of a stage: page i // boxes_per_row, column i % boxes_per_row.
+        """Fill the ring's first `depth` slots. Lane i issues box i of a stage: page i // boxes_per_row, column i % boxes_per_row.
 
         Pages that end before `first_key` are not looked up; without a window nobody asks. `scales` (nvfp4, else None):
         of K and of V, the address of the head's block scales in page 0, and the bytes from page to page and row to row.
@@ -57,7 +57,7 @@ class Producer(MmaTile):
                     first = key_begin + i * c.stage_keys
                     self.copy_scales(target, lane, scales[which], page, num_pages, first, key_end)
                     ptx.mbarrier_arrive_after_copies(full)
-                stage, phase = self.advance(stage, phase)
+                stage, phase = self.advance(stage, phase, depth)
             page = next_page
 
     @cute.jit

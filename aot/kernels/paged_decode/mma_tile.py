@@ -65,10 +65,10 @@ class MmaTile:
         """A positive scale that underflow has not made zero, so that -inf times it stays -inf."""
         return cute.arch.fmax(scale, TINY)
 
-    def advance(self, stage, phase):
-        """The next ring slot and its phase."""
+    def advance(self, stage, phase, depth):
+        """The next of `depth` ring slots, and its phase."""
         following = stage + 1
-        wrapped = following == self.stages
+        wrapped = following == depth
         return (
             cutlass.select_(wrapped, Int32(0), following),
             cutlass.select_(wrapped, phase ^ 1, phase),

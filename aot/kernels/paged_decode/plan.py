@@ -235,11 +235,11 @@ class SplitPlanner:
 
     @cute.jit
     def balanced_chunk(self, s_tiles, scratch, tidx, num_seqs, num_work, total, longest, machine, limits):
-        """`planner._balanced_counts`: the longest chunk whose estimate is within 2 % of the least."""
+        """`planner._balanced_counts`: the longest chunk whose estimate is within 4 % of the least."""
         ctas, sm_count, ctas_per_sm, lone_tile_cost = machine
         lane, warp = tidx % 32, tidx // 32
         if warp < CANDIDATES:
-            share = 16 * total * ctas // sm_count
+            share = (16 * total * ctas + (sm_count - 1)) // sm_count
             factor = Int64(CHUNK_FACTORS[0])
             for i in cutlass.range_constexpr(1, len(CHUNK_FACTORS)):
                 factor = cutlass.select_(warp == i, Int64(CHUNK_FACTORS[i]), factor)
@@ -269,13 +269,13 @@ class SplitPlanner:
         even = (16 * total + ITEM_COST * Int64(items)) * ctas // sm_count
         grid = Int64(items) * ctas
         beside = cutlass.min((grid + (sm_count - 1)) // sm_count, Int64(ctas_per_sm))
-        estimate = cutlass.max(even, Int64(lone_tile_cost) * peak * beside)
+        estimate = cutlass.max(even, (Int64(lone_tile_cost) * peak * (beside + 1)) >> 1)
         if grid > sm_count * ctas_per_sm:
             estimate = estimate + ((Int64(lone_tile_cost) * peak * 3) >> 2)
         estimate = estimate + SPLIT_COST * Int64(scratch[96 + candidate])
         if items > num_work:
             estimate = Int64(NEVER)
-        good = 50 * estimate <= 51 * collective.warp_min_wide(estimate)
+        good = 25 * estimate <= 26 * collective.warp_min_wide(estimate)
         # Lanes past the last candidate hold a copy of it.
         highest = cutlass.select_(good, candidate, Int32(0))
         chunk = scratch[collective.warp_max(highest)]

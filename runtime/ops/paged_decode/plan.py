@@ -78,6 +78,7 @@ class Plan:
         self._constants: tensors.Values = {
             "work": work,
             "num_work": self.num_work,
+            "ring_depth": config.ring_depth(decode.arch, self.splits.num_items * num_kv_heads * options["q_tiles"]),
             "num_kv_heads": num_kv_heads,
             "q_tiles": options["q_tiles"],
             "n_q": self.shape.n_q,

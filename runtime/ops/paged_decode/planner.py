@@ -37,14 +37,14 @@ MAX_WORK = 65535
 """Most work items of a plan, and most sequences: each is an axis of a grid."""
 
 # The estimate of `balanced`, in sixteenths of the time that an SM of a full machine takes for one tile.
-CHUNK_FACTORS = (8, 10, 12, 14, 16, 17, 18, 19, 20, 22, 24, 28, 32, 40, 48, 64)
+CHUNK_FACTORS = (8, 9, 10, 12, 14, 16, 17, 18, 19, 20, 22, 24, 28, 32, 40, 48, 64)
 """Chunk lengths that are tried, in sixteenths of an SM's fair share of all tiles; unsplit comes last."""
 ITEM_COST = 8
 """Start, first loads in flight and end of a CTA."""
-LONE_TILE_COST = 12
-"""What a tile costs a CTA that has an SM, or with another one half of it: it can get more than its share of the
-bandwidth while others have ended. Configurations whose arithmetic takes longer have a cost of their own. Where CTAs
-wait for others to end, three quarters of it come on top: the last ones run among few."""
+LONE_TILE_COST = 13
+"""What a tile costs a CTA that has an SM to itself: it can get more than its share of the bandwidth while others have
+ended. Configurations whose arithmetic takes longer have a cost of their own. Two CTAs beside each other take 3/2 of it
+for a tile each. Where CTAs wait for others to end, 3/4 come on top: the last ones run among few."""
 SPLIT_COST = 2
 """Merging one more chunk of the most finely cut sequence."""
 
@@ -277,7 +277,7 @@ def _balanced_counts(
         chunk = np.array([[-(-longest // force_splits)]])
         forced: Ints = np.minimum((tiles + (chunk - 1)) // chunk, most)[0]
         return forced
-    share = 16 * total * ctas // sm_count
+    share = -(-16 * total * ctas // sm_count)
     chunks = np.append(np.minimum(np.maximum((_FACTORS * share + 255) >> 8, 1), longest), longest)[:, None]
     counts = np.minimum((tiles + (chunks - 1)) // chunks, most)
     items = counts.sum(axis=1)
@@ -286,13 +286,13 @@ def _balanced_counts(
     grid = items * ctas
     # One CTA an SM, or as many as fit there, or CTAs that wait for others to end.
     beside = np.minimum(-(-grid // sm_count), ctas_per_sm)
-    estimate = np.maximum(even, lone_tile_cost * peak * beside)
+    estimate = np.maximum(even, lone_tile_cost * peak * (beside + 1) >> 1)
     estimate += (lone_tile_cost * peak * 3 >> 2) * (grid > sm_count * ctas_per_sm)
     estimate += SPLIT_COST * counts.max(axis=1)
     if pad_to:
         estimate[items > pad_to] = _NEVER
-    # Of estimates within 2 % of the least, the longest chunks: fewer items cost less traffic and planning.
-    good = 50 * estimate <= 51 * estimate.min()
+    # Of estimates within 4 % of the least, the longest chunks: fewer items cost less traffic and planning.
+    good = 25 * estimate <= 26 * estimate.min()
     found: Ints = counts[len(chunks) - 1 - int(good[::-1].argmax())]
     return found
 

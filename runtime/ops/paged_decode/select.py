@@ -78,8 +78,8 @@ def select(
     """The configuration that serves `problem` on `arch`; `impl`, `row_tile` and `ctas_per_sm` override a choice.
 
     The row tile is the smallest that holds all packed rows, so that one CTA streams the keys once for all of them,
-    or the largest that fits. Two CTAs share an SM where both fit (they hide each other's latency), else one has it
-    alone. Raises ConfigError where no kernel serves the problem, naming the axis or the budget.
+    or the largest that fits. Two CTAs share an SM where both fit (they hide each other's latency), but for wide tiles
+    and heads longer than 128: their arithmetic wants all warps of an SM for one chunk. Raises ConfigError where no kernel serves the problem, naming the axis or the budget.
     """
     if impl is None:
         impl = DecodeConfig.impl
@@ -95,14 +95,15 @@ def select(
         q_len=problem.q_len,
         causal=problem.causal,
         row_tile=tiles[0],
-        ctas_per_sm=2 if ctas_per_sm is None else ctas_per_sm,
+        ctas_per_sm=1 if ctas_per_sm is None else ctas_per_sm,
         pdl=pdl,
         window=problem.window,
         sinks=problem.sinks,
         softcap=problem.softcap,
         q_lens=problem.q_lens,
     ).canonical()
-    for tile, ctas in itertools.product(tiles, (2, 1) if ctas_per_sm is None else (ctas_per_sm,)):
+    sharing = (2, 1) if problem.head_dim <= 128 and tiles[0] == ROW_TILES[0] else (1, 2)
+    for tile, ctas in itertools.product(tiles, sharing if ctas_per_sm is None else (ctas_per_sm,)):
         config = replace(config, row_tile=tile, ctas_per_sm=ctas)
         with contextlib.suppress(ConfigError):
             config.check_arch(arch)
