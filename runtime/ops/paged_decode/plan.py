@@ -66,6 +66,8 @@ class Plan:
         self._kernel = decode.kernel(config, group, stream=stream)
         self._upload = Upload(decode.torch_device, 8 * self.num_work + self.num_seqs + 1, stream)
         self._counters: dict[int, torch.Tensor] = {}  # of runs with a workspace, by its address
+        # Those of the first workspace are made here, so that its first run may be captured.
+        self._spare = [self._make_counters(stream)] if self._splits_some else []
         self._ordered = -1  # the stream that last ran, known to follow the upload
         self._current = current_stream(decode.torch_device)
         self._calls: dict[tuple[int, int], Call] = {}  # by the addresses of K and V
@@ -397,16 +399,19 @@ class Plan:
             return self._upload.tensor.data_ptr()
         counters = self._counters.get(workspace)
         if counters is None:
-            if self._driver.is_capturing(raw):
+            if not self._spare and self._driver.is_capturing(raw):
                 raise CaptureError(
-                    "the first run of a plan with a workspace makes zeroed counters, which a graph capture would zero "
+                    "a plan's first run with a second workspace makes zeroed counters, which a graph capture would zero "
                     "at each replay instead: run once with this workspace before the capture"
                 )
-            size = self.partial_slots * self.shape.num_kv_heads * self._options["q_tiles"]
-            with on_stream(self.decode.torch_device, raw):
-                counters = torch.zeros(size, dtype=torch.int32, device=self.decode.torch_device)
-            self._counters[workspace] = counters
+            counters = self._counters[workspace] = self._spare.pop() if self._spare else self._make_counters(raw)
         return counters.data_ptr()
+
+    def _make_counters(self, raw: int) -> torch.Tensor:
+        """A zero for every partial slot, KV head and row tile."""
+        size = self.partial_slots * self.shape.num_kv_heads * self._options["q_tiles"]
+        with on_stream(self.decode.torch_device, raw):
+            return torch.zeros(size, dtype=torch.int32, device=self.decode.torch_device)
 
     def _check_table(self, table: torch.Tensor, num_pages: int, raw: int) -> None:
         """Every entry that the kernel will look up names a page. Waits for the device."""
@@ -432,7 +437,7 @@ class Plan:
         """Make a stream that did not carry the upload follow it."""
         if raw != self._upload.stream and self._driver.is_capturing(raw):
             return  # an event from outside may not enter a capture; whoever replays orders it after the update
-        self._upload.order(raw, self._workspace)
+        self._upload.order(raw, self._workspace, *self._counters.values())
         self._ordered = raw
 
     def _check_not_capturing(self, what: str, stream: int) -> None:
