@@ -49,6 +49,10 @@ PROBLEMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"q_len": 4, "h_q": 8, "window": 140, "softcap": 3.0, "with_sinks": True, "with_q_lens": True}, {}),
     ({"kv_format": "bf16", "d": 64, "page_size": 64, "h_q": 16, "window": 128, "with_sinks": True}, {}),
     ({"kv_format": "fp8", "d": 512, "page_size": 32}, {}),
+    # Packed rows of 64 and of 96 bytes, block scales, queries of 8 bits.
+    ({"kv_format": "e2m1", "d": 128, "page_size": 16, "q_dtype": "e4m3", "h_q": 8}, {}),
+    ({"kv_format": "e3m2", "d": 128, "page_size": 64}, {}),
+    ({"kv_format": "nvfp4", "d": 128, "page_size": 128}, {}),
 ]
 
 
@@ -65,7 +69,7 @@ def sanitize(gpu: Gpu, fields: dict[str, Any], choices: dict[str, Any], force_sp
     )
     expected = paged_attention(
         case.q.cpu(), case.raw["k"].cpu(), case.raw["v"].cpu(), case.table.cpu(), case.lengths, q_len=case.q_len,
-        causal=case.causal, window=case.window, softcap=case.softcap,
+        causal=case.causal, window=case.window, softcap=case.softcap, kv_format=case.kv_format,
         **{name: tensor.cpu() for name, tensor in case.extras.items()},
     )  # fmt: skip
     found = deviation(out.tensor.cpu().double().numpy(), lse.tensor.cpu().numpy(), *expected)

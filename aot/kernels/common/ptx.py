@@ -125,6 +125,15 @@ def unpack_f16x2(pair: Uint32) -> tuple[Float32, Float32]:
     )
 
 
+def spread_halves(pair: Uint32) -> tuple[Uint32, ...]:
+    """A register with two times the low half, another with two times the high half."""
+    return inline(
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; mov.b32 {$w0}, {lo, lo}; mov.b32 {$w1}, {hi, hi}; }",
+        write_only_types=[Uint32, Uint32],
+        read_only_args=[pair],
+    )
+
+
 def permute_bytes(value: Uint32, selector: int) -> Uint32:
     """The bytes of `value` that the nibbles of `selector` name, lowest first."""
     return inline(f"prmt.b32 {{$w0}}, {{$r0}}, 0, {selector:#06x};", write_only_types=[Uint32], read_only_args=[value])

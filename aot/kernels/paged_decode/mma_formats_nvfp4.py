@@ -26,15 +26,16 @@ class Nvfp4(E2m1):
     def k_lane(self, stage: Any, key: Any, lane: Any) -> list[Any]:
         """A quad has half of each chunk's 32 columns: its scale is the first or the second of two."""
         address = stage + self.scales + (key + lane // 4) * self.pitches[1]
-        return [*super().k_lane(stage, key, lane), address, 0x2200 + lane % 4 // 2 * 0x1111]
+        return [*super().k_lane(stage, key, lane), address, 0x6420 + lane % 4 // 2 * 0x1111]
 
     def k_load(self, lane: Sequence[Any], load: int) -> Sequence[Any]:
         """Four registers of codes, or two of short heads, and the scale of each in both halves of another."""
         registers = super().k_load(lane, load)
         address = lane[1] + 8 * load
-        words = ptx.load_shared_b64(address) if len(registers) == 4 else (ptx.load_shared_b32(address),)
-        scales = [s for word in words for s in ptx.e4m3x4_to_f16x2x2(ptx.select_bytes_by(word, word, lane[2]))]
-        return [*registers, *scales]
+        words = ptx.load_shared_b64(address) if len(registers) == 4 else (ptx.load_shared_b32(address),) * 2
+        pairs = ptx.e4m3x4_to_f16x2x2(ptx.select_bytes_by(words[0], words[1], lane[2]))
+        scales = [s for pair in pairs for s in ptx.spread_halves(pair)]
+        return [*registers, *scales[: len(registers)]]
 
     def k_pairs(self, registers: Sequence[Any], group: int) -> list[Pair]:
         """As for e2m1, scaled."""
