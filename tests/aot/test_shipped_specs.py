@@ -1,0 +1,70 @@
+"""The specs that ship: the default one holds what its domain needs and no more, the full ones name every axis value."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cubinery.aot.spec import load_specs
+from cubinery.aot.variants import check_closure, expand
+from cubinery.runtime.arch import ARCHS
+from cubinery.runtime.errors import ConfigError
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.select import outcomes
+
+CHOICES = {f.name: set(f.metadata["choices"]) for f in fields(DecodeConfig) if f.name != "causal"}
+"""Values by axis; without a causal mask a kernel is that of q_len 1."""
+FEATURES = ("window", "sinks", "softcap", "q_lens")
+
+
+@pytest.mark.parametrize("arch", list(ARCHS))
+def test_the_default_spec_is_what_its_domain_needs(root: Path, arch: str) -> None:
+    specs = load_specs([root / "kernel_specs/paged_decode.yaml"])
+    items = expand(specs, [arch])
+    check_closure(specs, items)
+    needed = {c.key(arch) for spec in specs for domain, _ in spec.domain for c in outcomes(domain, arch)}
+    held = {item.key for item in items if isinstance(item.config, DecodeConfig)}
+    assert held == needed
+    assert 90 <= len(held) <= 120
+
+
+@pytest.mark.parametrize("head_dim", sorted(CHOICES["head_dim"]))
+@pytest.mark.parametrize("with_features", [False, True])
+def test_the_full_specs_are_the_whole_product(root: Path, head_dim: int, with_features: bool) -> None:
+    """Every value of every axis, and an exclusion for exactly what does not fit; expanding it all takes minutes."""
+    spec = yaml.safe_load((root / f"kernel_specs/full/d{head_dim}{'_axes' * with_features}.yaml").read_text())
+    blocks = spec["matrix"]
+    assert {arch for block in blocks for arch in block["arch"]} == set(ARCHS)
+    for name, values in CHOICES.items():
+        if name == "head_dim":
+            values = {head_dim}
+        elif name in FEATURES if not with_features else name == "pdl":
+            assert not any(name in block for block in blocks)
+            continue
+        held = {arch: {v for b in blocks if arch in b["arch"] for v in b[name]} for arch in ARCHS}
+        assert all(found == values for found in held.values()), name
+    exclusions = [e for e in spec["exclude"] if not set(e) & set(FEATURES)]
+    for kv_format in CHOICES["kv_format"]:
+        for row_tile in CHOICES["row_tile"]:
+            for ctas_per_sm in CHOICES["ctas_per_sm"]:
+                point = {"kv_format": kv_format, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm}
+                excluded = any(all(point[name] in values for name, values in e.items()) for e in exclusions)
+                assert excluded == (not fits(head_dim, **point)), point
+
+
+def fits(head_dim: int, **axes: object) -> bool:
+    """Whether there is a kernel, the same on all archs and for both kinds of queries."""
+    found = set()
+    for arch in ARCHS.values():
+        for q_dtype in CHOICES["q_dtype"]:
+            config = DecodeConfig(head_dim=head_dim, page_size=16, q_dtype=q_dtype, **axes)  # type: ignore[arg-type]
+            try:
+                config.check_arch(arch)
+                found.add(True)
+            except ConfigError:
+                found.add(False)
+    assert len(found) == 1
+    return found.pop()
