@@ -198,7 +198,7 @@ def test_lengths_and_heads(gpu: Gpu) -> None:
 def test_kernels_that_do_not_exist(gpu: Gpu) -> None:
     """An axis value that no kernel has, and a kernel that this bundle lacks: found out while planning."""
     options: dict[str, Any] = {"head_dim": 128, "page_size": 16, "kv_format": "fp8", "device": gpu.device.index}
-    for name, value in (("page_size", 48), ("head_dim", 192), ("kv_format", "e9m9"), ("q_len", 9)):
+    for name, value in (("page_size", 48), ("head_dim", 192), ("kv_format", "e9m9"), ("q_len", 17)):
         with pytest.raises(ConfigError, match=f"{name} = "):
             PagedDecode(gpu.library, **(options | {name: value}))
     lacking = PagedDecode(gpu.library, **(options | {"page_size": 128, "q_len": 7, "pdl": True, "row_tile": 64}))

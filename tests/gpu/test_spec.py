@@ -9,12 +9,15 @@ import pytest
 pytest.importorskip("yaml", reason="specs are read where kernels are built")
 
 from gpu.cover import ARCH, pairs, possible
+from gpu.sanitize import PROBLEMS
 
 from cubinery.aot.spec import load_specs
 from cubinery.aot.variants import BuildItem, check_closure, expand
+from cubinery.runtime.arch import resolve
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.select import Problem, select
 
-MOST_KEYS = 225
+MOST_KEYS = 235
 """A machine of two cores builds these in a quarter of an hour."""
 
 
@@ -34,3 +37,16 @@ def test_every_pair_of_axis_values_that_a_kernel_can_have_is_built(items: list[B
     built = {pair for item in items if isinstance(item.config, DecodeConfig) for pair in pairs(item.config)}
     missing = sorted(possible() - built, key=str)
     assert not missing, f"{len(missing)} pairs are not built, among them {missing[:5]}: run tests/gpu/cover.py"
+
+
+def test_what_the_sanitizers_run_is_built(items: list[BuildItem]) -> None:
+    keys = {item.key for item in items}
+    for fields, choices in PROBLEMS:
+        problem = Problem(
+            head_dim=fields.get("d", 128), page_size=fields.get("page_size", 16),
+            kv_format=fields.get("kv_format", "fp8"), group_size=fields.get("h_q", 4) // 2,
+            q_len=fields.get("q_len", 1), causal=fields.get("causal", True), q_dtype=fields.get("q_dtype", "bf16"),
+            window=fields.get("window") is not None, softcap=fields.get("softcap") is not None,
+            sinks=fields.get("with_sinks", False), q_lens=fields.get("with_q_lens", False),
+        )  # fmt: skip
+        assert select(problem, resolve(ARCH), **choices).key(ARCH) in keys, (fields, choices)
