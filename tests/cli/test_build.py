@@ -17,15 +17,16 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="the compiler is not installed: pip install 'cubinery[build]'"
 )
 
-KEY = "paged_decode-sm_110a-reduce-d128"
+KEY = "paged_decode-sm_110a-append-d128-kvbf16"
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a spec of one reduction kernel, built once through the command line."""
+    """A folder with a spec of one cache writer, built once through the command line."""
     folder = tmp_path_factory.mktemp("build")
-    (folder / "reduce.yaml").write_text(
-        "family: paged_decode\nimpl: reduce\nmatrix: {arch: [sm_90a, sm_110a], head_dim: 128}\nemit: [ptx]\n"
+    (folder / "append.yaml").write_text(
+        "family: paged_decode\nimpl: append\nmatrix: {arch: [sm_90a, sm_110a], head_dim: 128, kv_format: bf16}\n"
+        "emit: [ptx]\n"
     )
     result = _build(folder)
     assert result.exit_code == 0, result.output
@@ -36,7 +37,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _build(folder: Path, *more: str) -> Result:
-    args = ["build", "--arch", "thor", "--spec", folder / "reduce.yaml", "--out", folder / "out"]
+    args = ["build", "--arch", "thor", "--spec", folder / "append.yaml", "--out", folder / "out"]
     return CliRunner().invoke(cli, [*map(str, args), "--cache", str(folder / "cache"), *more])
 
 
@@ -59,7 +60,7 @@ def test_the_bundle_and_its_report(work: Path) -> None:
 
 def test_a_second_build_compiles_nothing_and_never_imports_the_compiler(work: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (work / "out/sm_110a").rglob("*")}
-    arguments = ["build", "--arch", "thor", "--spec", str(work / "reduce.yaml"), "--out", str(work / "out")]
+    arguments = ["build", "--arch", "thor", "--spec", str(work / "append.yaml"), "--out", str(work / "out")]
     script = (
         "import sys; sys.modules['cutlass'] = None; from cubinery.aot.commands import cli;"
         f"cli.main({[*arguments, '--cache', str(work / 'cache'), '--json']!r}, standalone_mode=False)"
@@ -83,7 +84,7 @@ def test_what_was_built_verifies_shows_and_packs(work: Path) -> None:
 
 
 def test_it_is_reproducible_and_a_difference_is_found(work: Path) -> None:
-    spec = work / "reduce.yaml"
+    spec = work / "append.yaml"
     same = _run("check-reproducible", "--arch", "thor", "--spec", spec, "--bundle", work / "out")
     assert same.exit_code == 0, same.output
     assert "reproducible: 1 key, every byte the same" in same.stdout
@@ -109,7 +110,7 @@ def test_recorded_misses_are_added_to_the_bundle(work: Path) -> None:
         [
             *map(
                 str,
-                ["build", "--arch", "thor", "--spec", work / "reduce.yaml", "--out", out, "--cache", work / "cache"],
+                ["build", "--arch", "thor", "--spec", work / "append.yaml", "--out", out, "--cache", work / "cache"],
             )
         ],
     )
@@ -127,7 +128,7 @@ def test_recorded_misses_are_added_to_the_bundle(work: Path) -> None:
 def test_a_failing_key_is_exit_code_1_and_named_once(work: Path) -> None:
     """A limit that no kernel keeps: gates come after the cache, so nothing compiles."""
     spec = work / "strict.yaml"
-    spec.write_text((work / "reduce.yaml").read_text() + "gates: {max_registers: 8}\n")
+    spec.write_text((work / "append.yaml").read_text() + "gates: {max_registers: 8}\n")
     args = ["build", "--arch", "thor", "--spec", spec, "--out", work / "strict", "--cache", work / "cache"]
     result = _run(*args)
     assert result.exit_code == 1

@@ -150,7 +150,7 @@ def test_the_installed_wheel_runs_without_the_checkout(site: Path, tmp_path: Pat
     )
     file, keys = _python(["-c", script, str(bundle)], tmp_path, str(site)).splitlines()
     assert Path(file).is_relative_to(site)
-    assert keys.split() == ["paged_decode-sm_110a-mma-d128-p16-kvfp8", "paged_decode-sm_110a-reduce-d128"]
+    assert keys.split() == ["paged_decode-sm_110a-mma-d128-p16-kvfp8", "paged_decode-sm_110a-plan"]
 
 
 def test_the_installed_wheel_can_build_from_its_own_specs(site: Path, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from cubinery.runtime.manifest import (
     TensorMapSpec,
     pack_params,
 )
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig, ReduceConfig
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 
 DIGEST = "ab" * 32
 
@@ -38,23 +39,23 @@ def decode_artifact(**axes: Any) -> Artifact:
     record = dataclasses.replace(declare(config, resolve("sm_90a")), resources=Resources(96, 0, 1024, 2))
     return Artifact(
         config.key("sm_90a"), "paged_decode", "mma", "sm_90a", config.axes(), "c" * 64,
-        FileRecord(f"cubins/{DIGEST}.cubin", DIGEST, 1000), (record,), ("paged_decode-sm_90a-reduce-d128",),
+        FileRecord(f"cubins/{DIGEST}.cubin", DIGEST, 1000), (record,), ("paged_decode-sm_90a-plan",),
         {"ptx": FileRecord("emitted/a.ptx", DIGEST, 7)},
     )  # fmt: skip
 
 
-def reduce_artifact() -> Artifact:
-    config = ReduceConfig(head_dim=128)
+def plan_artifact() -> Artifact:
+    config = PlanConfig()
     file = FileRecord("cubins/r.cubin", "0" * 64, 5)
-    kernels = (declare(config, resolve("sm_90a")),)
+    kernels = (dataclasses.replace(declare(config, resolve("sm_90a")), carveout=-1),)
     return Artifact(
-        config.key("sm_90a"), "paged_decode", "reduce", "sm_90a", config.axes(), "d" * 64, file, kernels
+        config.key("sm_90a"), "paged_decode", "plan", "sm_90a", config.axes(), "d" * 64, file, kernels
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def manifest() -> Manifest:
-    return fake_manifest("sm_90a", [decode_artifact(), reduce_artifact()])
+    return fake_manifest("sm_90a", [decode_artifact(), plan_artifact()])
 
 
 @pytest.fixture
@@ -207,7 +208,7 @@ REFUSALS: list[tuple[Change, str]] = [
     (at("toolchain")([]), r"\$\.toolchain: \[\]: expected an object"),
     (at("artifacts")({}), r"\$\.artifacts: \{\}: expected a list"),
     (at("future")(1), r"\$\.future: unknown member: expected one of arch, "),
-    (at("artifacts", 1, "key")(lambda _: "paged_decode-sm_90a-mma-d128-p16-kvfp8"), r"impl: 'reduce': expected 'mma'"),
+    (at("artifacts", 1, "key")(lambda _: "paged_decode-sm_90a-mma-d128-p16-kvfp8"), r"impl: 'plan': expected 'mma'"),
     (artifact("key")("Nope"), r"\$\.artifacts\[0\]\.key: key 'Nope' is malformed"),
     (artifact("family")("mla"), r"\.family: 'mla': expected 'paged_decode', as the key"),
     (artifact("config", "head_dim")([128]), r"config\.head_dim: \[128\]: expected a string, a number or a boolean"),

@@ -29,6 +29,7 @@ pytest.importorskip("torch", reason="the operator needs torch")
 
 ARCH = "sm_110a"
 KEY = f"paged_decode-{ARCH}-mma-d128-p16-kvfp8"
+PLAN = f"paged_decode-{ARCH}-plan"
 PART = f"paged_decode-{ARCH}-part-d128"
 """A kernel that there might be."""
 SMOKE = Path(__file__).parents[3] / "kernel_specs" / "smoke.yaml"
@@ -36,9 +37,9 @@ SMOKE = Path(__file__).parents[3] / "kernel_specs" / "smoke.yaml"
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One decode for Thor, with its PTX."""
+    """One decode for Thor and the planning that it requires, with their PTX."""
     root = tmp_path_factory.mktemp("sim")
-    items = [item for item in expand(load_specs([SMOKE]), [ARCH]) if item.key == KEY]
+    items = [item for item in expand(load_specs([SMOKE]), [ARCH]) if item.key in (KEY, PLAN)]
     report = build(items, BuildOptions(out=root / "out", cache_dir=root / "cache"))
     assert report.ok, [(row.key, row.error) for row in report.rows]
     return root / "out" / ARCH
@@ -115,7 +116,7 @@ def test_a_bundle_without_ptx_is_an_error_that_says_how_to_get_it(bundle: Path, 
     bare = dataclasses.replace(
         manifest, artifacts=tuple(dataclasses.replace(a, emitted={}) for a in manifest.artifacts)
     )
-    with pytest.raises(SimError, match=r"keeps no PTX.*emit: \[ptx\]"):
+    with pytest.raises(SimError, match=r"and 1 more keep no PTX.*emit: \[ptx\]"):
         tasks(Bundle(bundle, bare), ["fair:0"])
     library = Library.open(bundle, driver=SimDriver(ARCH, [Bundle(bundle, bare)]))
     with pytest.raises(SimError, match=rf"{KEY}: its bundle keeps no PTX.*emit: \[ptx\]"):
@@ -123,7 +124,7 @@ def test_a_bundle_without_ptx_is_an_error_that_says_how_to_get_it(bundle: Path, 
 
 
 def test_an_artifact_that_nothing_runs_is_a_failure(bundle: Path) -> None:
-    (artifact,) = Manifest.read(bundle).artifacts
+    artifact, _ = Manifest.read(bundle).artifacts
     artifacts = [artifact, dataclasses.replace(artifact, key=PART, impl="part")]
     task = Task(bundle, ARCH, KEY, "fair:0", parts=(PART,))
     good = Outcome(KEY, "fair:0", "", "", 1, 1.0, 1, (KEY, PART))

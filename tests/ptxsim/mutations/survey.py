@@ -28,7 +28,6 @@ ENTRIES = (
 """Kernels of the silicon corpus that synchronise."""
 DECODES = (
     ("d128-p16-kvfp8", ""),
-    ("d128-p16-kvfp8", "reduce-d128"),
     ("d128-p32-kvfp8-q4-t32-pdlon", ""),
     ("d128-p16-kvbf16", ""),
 )

@@ -86,7 +86,7 @@ def test_no_mutant_of_a_small_kernel_survives(name: str, entry: Callable[[str], 
 
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Decode:
-    """An fp8 decode for sm_90a and its reduction, as the compiler makes them."""
+    """An fp8 decode for sm_90a and what it requires, as the compiler makes them."""
     pytest.importorskip("cutlass", reason="the compiler is not installed")
     pytest.importorskip("torch", reason="the operator needs torch")
     from cubinery.aot.builder import BuildOptions, build
@@ -95,7 +95,7 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> Decode:
 
     key, root = "paged_decode-sm_90a-mma-d128-p16-kvfp8", tmp_path_factory.mktemp("decode")
     specs = load_specs([Path(__file__).parents[3] / "kernel_specs" / "smoke.yaml"])
-    items = [item for item in expand(specs, ["sm_90a"]) if item.key in (key, "paged_decode-sm_90a-reduce-d128")]
+    items = [item for item in expand(specs, ["sm_90a"]) if item.key in (key, "paged_decode-sm_90a-plan")]
     report = build(items, BuildOptions(out=root / "out", cache_dir=root / "cache"))
     assert report.ok, [(row.key, row.error) for row in report.rows]
     return Decode(root / "out" / "sm_90a", "sm_90a", key)
