@@ -19,7 +19,7 @@ from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.manifest import Artifact, FileRecord, KernelRecord, Manifest, Resources
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
-REGISTERS = 96
+REGISTERS = 64
 
 
 def configs(**axes: object) -> list[KernelConfig]:

@@ -207,24 +207,24 @@ def test_added_removed_changed_and_toolchain(tmp_path: Path) -> None:
     make_bundle(tmp_path / "a", "sm_110a", page_size=16)
     other = make_bundle(tmp_path / "b", "sm_110a", page_size=32)
     manifest = Manifest.read(other)
-    reduce = next(a for a in manifest.artifacts if not a.requires)
-    resources = reduce.kernels[0].resources
+    plan = next(a for a in manifest.artifacts if not a.requires)
+    resources = plan.kernels[0].resources
     assert isinstance(resources, Resources)
     slower: KernelRecord = dataclasses.replace(
-        reduce.kernels[0], pdl=not reduce.kernels[0].pdl, resources=dataclasses.replace(resources, registers=128)
+        plan.kernels[0], pdl=not plan.kernels[0].pdl, resources=dataclasses.replace(resources, registers=128)
     )
-    changed = dataclasses.replace(reduce, kernels=(slower,))
+    changed = dataclasses.replace(plan, kernels=(slower,))
     new = dataclasses.replace(
         manifest,
         toolchain=manifest.toolchain | {"nvidia-cutlass-dsl": "4.9.0"},
-        artifacts=tuple(changed if a is reduce else a for a in manifest.artifacts),
+        artifacts=tuple(changed if a is plan else a for a in manifest.artifacts),
     )
     new.write(other)
     result = diff_bundles(open_all(tmp_path / "a"), open_all(tmp_path / "b"))
     assert not result.same
     assert ["-p32-" in key + "-" for key in result.added] == [True]
     assert ["-p16-" in key + "-" for key in result.removed] == [True]
-    assert set(result.changed) == {reduce.key}
-    assert result.changed[reduce.key]["reduce registers"] == (str(REGISTERS), "128")
-    assert set(result.changed[reduce.key]) == {"reduce registers", "reduce pdl"}
+    assert set(result.changed) == {plan.key}
+    assert result.changed[plan.key]["plan registers"] == (str(REGISTERS), "128")
+    assert set(result.changed[plan.key]) == {"plan registers", "plan pdl"}
     assert result.bundle == {"sm_110a nvidia-cutlass-dsl": ("4.8.1", "4.9.0")}
