@@ -29,7 +29,7 @@ CONFIGS = {
     "narrow": DecodeConfig(
         head_dim=128,
         page_size=32,
-        kv_format="e2m1",
+        kv_format="nvfp4",
         q_dtype="e4m3",
         q_len=2,
         window=True,
@@ -63,9 +63,9 @@ def forget_before(p: Problem, window: int, q_lens: list[int] | None = None) -> N
         tokens = p.q_len if q_lens is None else q_lens[seq]
         gone = max(0, length - tokens + 1 - window) // p.page_size
         for page in p.table[seq, :gone].tolist():
-            for cache in (p.k, p.v):
+            for cache in (p.k, p.v, *p.scales.values()):
                 cache[page] = (
-                    255 if cache.dtype == torch.uint8 else torch.full(cache.shape[1:], math.nan).to(cache.dtype)
+                    torch.full(cache.shape[1:], math.nan).to(cache.dtype) if cache.is_floating_point() else 0x7F
                 )
         p.table[seq, :gone] = 2**31 - 1
 
