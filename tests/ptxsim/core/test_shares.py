@@ -6,14 +6,19 @@ import os
 import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from ptx_bench import translate
+from ptxsim.silicon import bundle as corpus_bundle
+from ptxsim.silicon.entries import Column, Entry
+from ptxsim.silicon.running import run as run_entry
 
 from cubinery.aot.ptxsim import launch as launching
 from cubinery.aot.ptxsim.dependent import READ, WRITTEN
+from cubinery.aot.ptxsim.driver import SimDriver
 from cubinery.aot.ptxsim.errors import SimError
 from cubinery.aot.ptxsim.faults import Fault, MisalignedFault, RaceFault, UninitialisedFault
 from cubinery.aot.ptxsim.helpers import Claims, Helpers
@@ -23,6 +28,7 @@ from cubinery.aot.ptxsim.machine import Checks, Machine
 from cubinery.aot.ptxsim.memory import GlobalMemory
 from cubinery.aot.ptxsim.schedule import SCHEDULES
 from cubinery.aot.ptxsim.shares import communication, shares
+from cubinery.runtime.library import Library
 
 BLOCKS = 64
 OWN = "st.global.b32 [%rd9], %r9; "
@@ -200,6 +206,28 @@ def test_what_another_share_writes_is_never_seen(processes: int) -> None:
     data[:] = 9
     launch(body, data, processes, checks=Checks.off())
     assert (data == 9).all()
+
+
+def test_through_driver_library_and_launch(processes: int, tmp_path: Path) -> None:
+    """A variable of the module, made by the first launch, is changed by another share and read by the second launch."""
+    body = """
+        .reg .pred %p<2>; .reg .b32 %r<9>; .reg .b64 %rd<5>;
+        mov.u32 %r1, %ctaid.x; mov.u32 %r2, %tid.x; mad.lo.u32 %r3, %r1, 32, %r2; ld.param.b64 %rd1, [out_];
+        mul.wide.u32 %rd2, %r3, 4; add.u64 %rd1, %rd1, %rd2; mov.u64 %rd3, table; add.u64 %rd3, %rd3, %rd2;
+        ld.global.b32 %r4, [%rd3]; add.u32 %r4, %r4, %r3; st.global.b32 [%rd3], %r4; st.global.b32 [%rd1], %r4;
+    """
+    entry = Entry(
+        "shares", body, bytes(16), (Column("sum", 4, BLOCKS * 32),), block=32, grid=BLOCKS,
+        directives=f".global .align 4 .b32 table[{BLOCKS * 32}];\n",
+    )  # fmt: skip
+    driver = SimDriver("sm_90a", [corpus_bundle.write(tmp_path, [entry])], processes=processes)
+    library = Library.open(tmp_path, driver)
+    for launches in (1, 2):
+        out = np.frombuffer(run_entry(entry, library, driver), np.uint32)
+        assert (out == launches * np.arange(BLOCKS * 32)).all()
+    assert driver.ctas == 2 * BLOCKS
+    assert driver.counters.launches == 2
+    assert driver.counters.instructions == 2 * BLOCKS * 13
 
 
 # -- races between CTAs ----------------------------------------------------------------------------
