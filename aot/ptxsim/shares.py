@@ -9,8 +9,9 @@ from __future__ import annotations
 from cubinery.aot.ptxsim.isa.base import Instr
 from cubinery.aot.ptxsim.translate import Translation
 
-PAIR = 32
-"""CTAs for which there are two shares more. Hostile schedules take as long for half a share as for a whole one."""
+PAIR = 64
+"""CTAs for which there are two shares more. Each takes time for its shadows of memory, and hostile schedules take as
+long for half a share as for a whole one."""
 LEAST, MOST = 24, 16
 """CTAs of the smallest launch that is cut, and shares of the largest."""
 _ELSEWHERE = frozenset({"shared", "shared::cta", "shared::cluster", "local", "param", "const"})

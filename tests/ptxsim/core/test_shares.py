@@ -55,7 +55,7 @@ def launch(
     body: str, data: Any, processes: int, *, cluster: int = 1, kind: str = "fair", initialised: bool = True,
     checks: Checks = Checks(),  # noqa: B008 - immutable
 ) -> Launch:  # fmt: skip
-    """Run a kernel of 64 CTAs of one warp on `data`, which it may change."""
+    """Run a kernel of 64 CTAs of one warp in four shares on `data`, which it may change."""
     kernel, memory = translate(body), GlobalMemory()
     memory.register(data.ctypes.data, data.nbytes, name="data", initialised=initialised)
 
@@ -66,7 +66,8 @@ def launch(
             checks=checks,
         )  # fmt: skip
 
-    found = Launch(make, memory, shares(kernel, BLOCKS // cluster, cluster), cluster, "k")
+    cut = [range(n // cluster, (n + 16) // cluster) for n in range(0, BLOCKS, 16)]
+    found = Launch(make, memory, cut, cluster, "k")
     found.run(processes)
     return found
 
@@ -87,7 +88,8 @@ def fault(body: str, processes: int, **options: Any) -> Fault:
         (23, 1, [23]),
         (24, 1, [12, 12]),
         (40, 1, [20, 20]),
-        (64, 1, [16] * 4),
+        (64, 1, [32, 32]),
+        (200, 1, [33, 33, 34, 33, 33, 34]),
         (12, 2, [6, 6]),
         (1, 40, [1]),
         (3, 16, [1, 2]),
