@@ -1,7 +1,7 @@
 """Stand-ins for the decode and planning kernels that run on host memory, given nothing but a recorded launch.
 
 They read parameters, tensor maps, work items and strides as the real kernels do, so a test that runs the
-public call against the reference proves planning, packing and addressing without a GPU.
+public call against the reference proves planning, packing, addressing and counting without a GPU.
 """
 
 from __future__ import annotations
@@ -87,82 +87,97 @@ def plan(launch: Launch) -> None:
 
 
 class HostKernels:
-    """`FakeDriver(on_launch=HostKernels(num_seqs, row_tile, causal))`."""
+    """`FakeDriver(on_launch=HostKernels(num_seqs, row_tile, q_len, causal))`."""
 
     def __init__(self, num_seqs: int, row_tile: int, q_len: int, causal: bool) -> None:
         self.num_seqs, self.row_tile, self.q_len, self.causal = num_seqs, row_tile, q_len, causal
+        self.backwards = False
+        """Work items end in reverse order, so that another chunk of a sequence is the last."""
 
     def __call__(self, launch: Launch) -> None:
         (plan if is_plan(launch) else self.decode)(launch)
 
     def decode(self, launch: Launch) -> None:
+        """Every work item of every KV head; who completes a count merges."""
         v, (q_tiles, heads, num_work) = launch.values, launch.grid
+        d = v["k_map"].extents[0]
+        assert heads == v["num_kv_heads"] == v["k_map"].extents[2]
+        assert q_tiles == -(-v["n_q"] // self.row_tile)
+        assert v["num_pages"] == v["k_map"].extents[3]
+        items = packed(v["work"], (num_work, 8), np.int32).tolist()
+        for item in reversed(items) if self.backwards else items:
+            if item[0] < 0:
+                assert item == [-1] * 8
+                continue
+            n_splits, first_slot = item[5:7]
+            for head in range(heads):
+                self.chunk(v, item, head, d)
+                first_counter = v["counters"] + 4 * (first_slot * heads + head) * q_tiles
+                for q_tile in range(q_tiles if n_splits > 1 else 0):
+                    counter = packed(first_counter + 4 * q_tile, (1,), np.uint32)
+                    assert counter[0] < n_splits, "a counter was not zero when its launch began"
+                    counter[0] = (counter[0] + 1) % n_splits
+                    if counter[0] == 0:
+                        rows = range(q_tile * self.row_tile, min((q_tile + 1) * self.row_tile, v["n_q"]))
+                        self.merge(v, item, head, d, rows)
+
+    def chunk(self, v: dict[str, Any], item: list[int], head: int, d: int) -> None:
+        """One work item of one KV head: its rows of O and LSE, or its partial results."""
+        seq, begin, end, length, slot, n_splits, _, _ = item
+        heads, n_q, group = v["num_kv_heads"], v["n_q"], v["group_size"]
         k, value = cache(v["k_map"]), cache(v["v_map"])
-        d, page_size = k.shape[3], k.shape[1]
-        n_q, group = v["n_q"], v["group_size"]
-        assert heads == v["num_kv_heads"] == k.shape[2]
-        assert q_tiles == -(-n_q // self.row_tile)
-        assert v["num_pages"] == k.shape[0]
-        work = packed(v["work"], (num_work, 8), np.int32)
-        lse = packed(v["lse"], (self.num_seqs, heads, n_q), np.float32)
+        page_size = k.shape[1]
+        assert begin % TILE == 0
+        assert end <= length
         q = memory(
             v["q"], (self.num_seqs, n_q // group, heads * group, d), (v["q_seq"], v["q_token"], v["q_head"], 1),
             np.uint16,
         )  # fmt: skip
-        o = o_view(v, self.num_seqs, d)
-        split: dict[int, tuple[int, int]] = {}
-        for seq, begin, end, length, slot, parts, first_slot, _ in work.tolist():
-            if seq < 0:
-                continue
-            if parts > 1:
-                split[seq] = parts, first_slot
-            assert begin % TILE == 0
-            assert end <= length
-            keys = np.arange(begin, end)
-            # Only pages below the length are looked up.
-            table = packed(v["block_table"] + 4 * seq * v["block_table_stride"], (v["block_table_stride"],), np.int32)
-            pages, rows = table[keys // page_size], keys % page_size
-            for head in range(heads):
+        o, lse = o_view(v, self.num_seqs, d), packed(v["lse"], (self.num_seqs, heads, n_q), np.float32)
+        keys = np.arange(begin, end)
+        # Only pages below the length are looked up.
+        table = packed(v["block_table"] + 4 * seq * v["block_table_stride"], (v["block_table_stride"],), np.int32)
+        pages, rows = table[keys // page_size], keys % page_size
+        head_k, head_v = numbers(k[pages, rows, head]), numbers(value[pages, rows, head])
 
-                def scale(name: str, seq: int = seq, head: int = head) -> float:
-                    at = seq * v[f"{name}_seq"] + head * v[f"{name}_head"]
-                    return float(packed(v[name] + 4 * at, (1,), np.float32)[0])
+        def scale(name: str) -> float:
+            at = seq * v[f"{name}_seq"] + head * v[f"{name}_head"]
+            return float(packed(v[name] + 4 * at, (1,), np.float32)[0])
 
-                head_k, head_v = numbers(k[pages, rows, head]), numbers(value[pages, rows, head])
-                sigma = v["scale_qs"] * scale("q_descale") * scale("k_descale")
-                for n in range(n_q):
-                    token, query = n // group, head * group + n % group
-                    last = length - self.q_len + token if self.causal else length - 1
-                    seen = keys <= last
-                    scores = sigma * (head_k[seen] @ from_bf16(q[seq, token, query]))
-                    top = scores.max(initial=-np.inf)
-                    weights = np.exp(scores - top)
-                    total = weights.sum()
-                    sums = scale("v_descale") * (weights @ head_v[seen])
-                    if parts > 1:
-                        at = (slot * heads + head) * n_q + n
-                        packed(v["o_partial"] + at * d * 4, (d,), np.float32)[:] = sums
-                        packed(v["m_partial"] + at * 4, (1,), np.float32)[:] = top
-                        packed(v["l_partial"] + at * 4, (1,), np.float32)[:] = total
-                    else:
-                        o[seq, token, query] = to_bf16(v["scale_o"] * sums / total if total else sums * 0)
-                        lse[seq, head, n] = top + np.log(total) if total else -np.inf
+        sigma = v["scale_qs"] * scale("q_descale") * scale("k_descale")
+        for n in range(n_q):
+            token, query = n // group, head * group + n % group
+            last = length - self.q_len + token if self.causal else length - 1
+            seen = keys <= last
+            scores = sigma * (head_k[seen] @ from_bf16(q[seq, token, query]))
+            top = scores.max(initial=-np.inf)
+            weights = np.exp(scores - top)
+            total = weights.sum()
+            sums = scale("v_descale") * (weights @ head_v[seen])
+            if n_splits > 1:
+                at = (slot * heads + head) * n_q + n
+                packed(v["o_partial"] + at * d * 4, (d,), np.float32)[:] = sums
+                packed(v["m_partial"] + at * 4, (1,), np.float32)[:] = top
+                packed(v["l_partial"] + at * 4, (1,), np.float32)[:] = total
+            else:
+                o[seq, token, query] = to_bf16(v["scale_o"] * sums / total if total else sums * 0)
+                lse[seq, head, n] = top + np.log(total) if total else -np.inf
 
-        for seq, (parts, first_slot) in split.items():
-            self.merge(v, parts, first_slot, o[seq], lse[seq])
-
-    def merge(self, v: dict[str, Any], parts: int, first_slot: int, o: np.ndarray, lse: np.ndarray) -> None:
-        """What the CTAs that end last do: a sequence's partial results to its O and LSE."""
-        heads, n_q, group, d = v["num_kv_heads"], v["n_q"], v["group_size"], o.shape[-1]
-        shape = (parts, heads, n_q)
-        start = first_slot * heads * n_q
-        m, total = (packed(v[name] + start * 4, shape, np.float32) for name in ("m_partial", "l_partial"))
-        sums = packed(v["o_partial"] + start * d * 4, (*shape, d), np.float32)
-        top = m.max(axis=0)
-        weights = np.exp(m - np.where(np.isinf(top), 0, top))
-        full = (weights * total).sum(axis=0)
-        merged = (weights[..., None] * sums).sum(axis=0) / np.where(full == 0, 1, full)[..., None]
-        lse[:] = np.where(full > 0, top + np.log(np.where(full > 0, full, 1)), -np.inf)
-        for head in range(heads):
-            for n in range(n_q):
-                o[n // group, head * group + n % group] = to_bf16(v["scale_o"] * merged[head, n])
+    def merge(self, v: dict[str, Any], item: list[int], head: int, d: int, rows: range) -> None:
+        """O and LSE of a row tile from the partial results of all chunks of its sequence."""
+        seq, n_splits, first_slot = item[0], item[5], item[6]
+        heads, n_q, group = v["num_kv_heads"], v["n_q"], v["group_size"]
+        o, lse = o_view(v, self.num_seqs, d), packed(v["lse"], (self.num_seqs, heads, n_q), np.float32)
+        for n in rows:
+            start = (first_slot * heads + head) * n_q + n
+            m, total = (
+                memory(v[name] + start * 4, (n_splits,), (heads * n_q,), np.float32).astype(np.float64)
+                for name in ("m_partial", "l_partial")
+            )
+            sums = memory(v["o_partial"] + start * d * 4, (n_splits, d), (heads * n_q * d, 1), np.float32)
+            top = m.max()
+            weights = np.exp(m - (0 if np.isinf(top) else top))
+            full = (weights * total).sum()
+            merged = weights @ sums / (full if full else 1)
+            lse[seq, head, n] = top + np.log(full) if full else -np.inf
+            o[seq, n // group, head * group + n % group] = to_bf16(v["scale_o"] * merged)

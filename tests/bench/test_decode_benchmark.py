@@ -139,7 +139,7 @@ def test_json_holds_every_figure(library: Library) -> None:
     assert row["results"][OURS]["gbps"] == pytest.approx(row["kv_bytes"] / 10 / 1e3)
     assert row["results"][OURS]["of_copy"] == pytest.approx(row["kv_bytes"] / 10 / 1e6)
     assert "wrong result" in row["results"]["wrong"]["error"]
-    assert found["machine"]["bundle"][0].startswith("sm_90a: 1 keys")
+    assert found["machine"]["bundle"][0].startswith("sm_90a: 2 keys")
 
 
 def test_no_floor_says_why() -> None:

@@ -55,7 +55,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
-    """A spec of two decode kernels and their reduction, for two archs."""
+    """A spec of two decode kernels, which require a third, for two archs."""
     path = tmp_path / "small.yaml"
     path.write_text(SPEC)
     return path

@@ -234,21 +234,64 @@ def test_edge_20_a_workspace_of_nan(gpu: Gpu, kv_format: str) -> None:
     check(plan, case, out, lse)
 
 
+def _zero(plan: Any) -> bool:
+    """Whether all counters of a plan are zero, and it has some. Waits."""
+    return len(plan._counters) > 0 and not any(bool(counters.any()) for counters in plan._counters.values())
+
+
 @FORMATS
-def test_edge_21_an_unsplit_plan_launches_one_kernel(gpu: Gpu, kv_format: str, launches: list[str]) -> None:
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_merging_gives_the_same_bits_however_chunks_end(gpu: Gpu, kv_format: str, q_len: int) -> None:
+    """A thousand runs back to back, on one workspace: which CTA merges must not show, and counters stay zero."""
+    case = edge(gpu, [9000, 0, 1500, 77, 4096], kv_format=kv_format, q_len=q_len)
+    plan = gpu.plan(case, force_splits=23)
+    assert len(set(plan.splits.splits[:, 0].tolist())) > 3
+    out, lse = run(plan, case)  # fills its workspace with NaN
+    check(plan, case, out, lse)
+    assert _zero(plan)
+    workspace = torch.full((plan.workspace_bytes(),), 0xFF, dtype=torch.uint8, device=gpu.device)
+    outs, sums = (torch.empty((20, *x.shape), dtype=x.dtype, device=gpu.device) for x in (out, lse))
+    for _ in range(50):
+        outs.fill_(float("nan"))
+        sums.fill_(float("nan"))
+        for i in range(20):
+            plan.run(*case.tensors, out=outs[i], lse=sums[i], workspace=workspace)
+        assert same_bits(outs, out.expand_as(outs))
+        assert same_bits(sums, lse.expand_as(sums))
+    assert len(plan._counters) == 2
+    assert _zero(plan)
+
+
+@FORMATS
+def test_counters_are_zero_whatever_plan_comes_next(gpu: Gpu, kv_format: str) -> None:
+    """An update moves sequences to other counters; each must find them as the last plan did."""
+    case = edge(gpu, [6000, 6000, 6000], kv_format=kv_format)
+    plan = gpu.plan(case, capturable=True)
+    workspace = torch.full((plan.workspace_bytes(),), 0xFF, dtype=torch.uint8, device=gpu.device)
+    for lengths in ([6000, 6000, 6000], [6000, 1, 1], [1, 6000, 0], [300, 5000, 700], [1, 1, 1], [6000, 6000, 6000]):
+        case.lengths = lengths
+        plan.update(lengths)
+        out, lse = plan.run(*case.tensors, workspace=workspace)
+        check(plan, case, out, lse)
+        assert _zero(plan)
+    assert len(plan._counters) == 1
+
+
+@FORMATS
+def test_edge_21_every_plan_launches_one_kernel(gpu: Gpu, kv_format: str, launches: list[str]) -> None:
     case = edge(gpu, [1024, 300], kv_format=kv_format)
     results = {}
     for name, options in {
         "max_splits": {"max_splits": 1}, "forced": {"force_splits": 1}, "padded": {"force_splits": 1, "pad_to": 4},
+        "split": {"force_splits": 4},
     }.items():  # fmt: skip
         plan = gpu.plan(case, **options)
         launches.clear()
         results[name] = run(plan, case)
         check(plan, case, *results[name])
-        roles = ["reduce" if "reduce" in symbol else "decode" for symbol in launches]
-        assert roles == (["decode", "reduce"] if name == "padded" else ["decode"])
+        assert len(launches) == 1
     assert gpu.plan(case, max_splits=1).workspace_bytes() == 0
-    for name in ("forced", "padded"):
+    for name in ("forced", "padded"):  # a plan that splits rounds elsewhere
         assert same_bits(results[name][0], results["max_splits"][0])
         assert same_bits(results[name][1], results["max_splits"][1])
 

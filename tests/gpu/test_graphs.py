@@ -33,6 +33,10 @@ class Captured:
         self.graph = torch.cuda.CUDAGraph()
         if seq_lens is not None:
             plan.update_on_device(seq_lens)
+        if plan._counters:  # of another workspace; the run makes those of this one
+            plan.run(*cases[0].tensors, out=self.outs[0], lse=self.lses[0], workspace=self.workspace, **options)
+            self.outs[0].fill_(float("nan"))
+            self.lses[0].fill_(float("nan"))
         torch.cuda.synchronize()
         with torch.cuda.graph(self.graph):
             if seq_lens is not None:
@@ -108,7 +112,7 @@ def test_edge_38_a_graph_follows_plans_updated_in_place(gpu: Gpu, kv_format: str
 @FORMATS
 @pytest.mark.parametrize("how", ["capturable", "unsplit"])
 def test_a_graph_plans_from_lengths_on_the_device(gpu: Gpu, kv_format: str, how: str) -> None:
-    """One graph of planning, decode and reduction; between replays only the lengths in device memory change."""
+    """One graph of planning and decode; between replays only the lengths in device memory change."""
     case = gpu.case(STEPS[0], kv_format=kv_format)
     options: dict[str, Any] = {"capturable": {"capturable": True}, "unsplit": {"max_splits": 1}}[how]
     seq_lens = torch.zeros(4, dtype=torch.int32, device=gpu.device)
@@ -231,6 +235,10 @@ def test_capture_without_preload_says_so_and_spoils_nothing(gpu: Gpu, bundle: Pa
     expected = run(ready, case)
     out, lse = torch.empty_like(expected[0]), torch.empty_like(expected[1])
     workspace = torch.empty(max(1, ready.workspace_bytes()), dtype=torch.uint8, device=gpu.device)
+    ready.run(*case.tensors, out=out, lse=lse, workspace=workspace)
+    out.fill_(float("nan"))
+    lse.fill_(float("nan"))
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         stream = torch.cuda.current_stream().cuda_stream
@@ -247,6 +255,38 @@ def test_capture_without_preload_says_so_and_spoils_nothing(gpu: Gpu, bundle: Pa
     graph.replay()
     assert same_bits(out, expected[0])
     assert same_bits(lse, expected[1])
+
+
+@FORMATS
+def test_a_workspace_that_no_run_has_used_cannot_be_captured(gpu: Gpu, kv_format: str) -> None:
+    """Its counters would be zeroed by the graph; the error says to run once, and that then helps."""
+    case = gpu.case([2000, 300], kv_format=kv_format)
+    plan = gpu.plan(case, force_splits=5)
+    expected = run(plan, case)
+    out, lse = torch.full_like(case.q, float("nan")), torch.full_like(expected[1], float("nan"))
+    foreign = torch.full((plan.workspace_bytes(),), 0xFF, dtype=torch.uint8, device=gpu.device)
+    given: dict[str, Any] = {"out": out, "lse": lse, "workspace": foreign}
+    something = torch.zeros(1, device=gpu.device)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        something.add_(1)  # torch warns of empty graphs
+        for options in (given, {"out": out, "lse": lse}):
+            with pytest.raises(CaptureError, match="run once with this workspace before the capture"):
+                plan.run(*case.tensors, **options)
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    plan.run(*case.tensors, **given)
+    out.fill_(float("nan"))
+    lse.fill_(float("nan"))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.run(*case.tensors, **given)
+    for _ in range(3):
+        foreign.fill_(0xFF)
+        graph.replay()
+        assert same_bits(out, expected[0])
+        assert same_bits(lse, expected[1])
 
 
 # -- what run must not do ----------------------------------------------------------------------
@@ -273,6 +313,9 @@ def test_run_allocates_nothing_and_waits_for_nothing(gpu: Gpu, kv_format: str, a
 
     if again:
         launch()
+    else:  # of another layer: the first run with a workspace makes its counters
+        other = gpu.case([300, 2000, 5], kv_format=kv_format, seed=1)
+        plan.run(*other.tensors, workspace=workspace)
     torch.cuda._sleep(1)  # its code is loaded
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()

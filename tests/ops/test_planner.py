@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import timeit
 from typing import Any
 
@@ -149,8 +148,8 @@ def test_thor_equals_the_letter(
     st.integers(1, 16),
     st.integers(1, 3),
     st.integers(1, 148),
-    st.integers(1, 256),
-    st.one_of(st.just(0), st.integers(1, 300)),
+    st.integers(1, 1024),
+    st.one_of(st.just(0), st.integers(1, 1100)),
     st.integers(1, 9),
     st.booleans(),
 )
@@ -217,56 +216,100 @@ def h200(seq_lens: Any, heads: int, **options: Any) -> SplitPlan:
     return plan_splits(seq_lens, num_kv_heads=heads, q_tiles=1, sm_count=132, ctas_per_sm=2, **options)
 
 
-def test_one_long_sequence_fills_the_machine() -> None:
-    plan = h200([131072], 8)
-    assert splits(plan)[0] in (32, 33)  # of 33 that are resident at once, all but one take 32 tiles either way
-    assert max(sizes(plan)) == 32
+@pytest.mark.parametrize(
+    ("seq_lens", "heads", "least", "most"),
+    [
+        ([131072], 8, 14, 16),
+        ([65536], 4, 24, 33),
+        ([8192] * 64, 1, 2, 2),
+        ([2048] * 128, 8, 1, 1),
+        ([4096] * 32, 8, 1, 1),
+        ([65536] + [4096] * 31, 1, 32, 32),
+    ],
+)
+def test_what_was_measured_to_be_fastest(seq_lens: list[int], heads: int, least: int, most: int) -> None:
+    """Pieces of the first sequence that were fastest on an H200, two CTAs an SM."""
+    assert least <= splits(h200(seq_lens, heads))[0] <= most
 
 
-def test_many_even_sequences_stay_unsplit() -> None:
-    assert h200([2048] * 128, 8).num_partials == 0
-    assert h200([4096] * 32, 8).num_partials == 0
+def test_short_sequences_beside_a_long_one() -> None:
+    assert set(splits(h200([65536] + [4096] * 31, 1))[1:]) == {2}
+    assert set(splits(h200([131072] + [2048] * 255, 8))[1:]) == {1}
+
+
+@pytest.mark.parametrize("heads", [2, 4, 8])
+@pytest.mark.parametrize("length", [131072, 1 << 20])
+def test_a_long_sequence_is_spread_evenly_over_the_machine(length: int, heads: int) -> None:
+    """Nearly a CTA for every SM, and as much work for each as for the next."""
+    plan = h200([length], heads)
+    assert 0.7 * 132 < plan.num_items * heads <= 132
+    assert max(sizes(plan)) - min(sizes(plan)) <= 1
 
 
 def test_more_sequences_than_slots_are_still_split_by_work() -> None:
     plan = h200([131072] + [2048] * 255, 8)
-    assert plan.splits[0, 0] >= 4  # 1024 tiles, where a CTA slot's share of the work is about 155
-    assert set(splits(plan)[1:]) == {1}
+    assert plan.splits[0, 0] >= 4  # 1024 tiles, where an SM's share of the work is about 310
 
 
-def makespan(plan: SplitPlan, heads: int, resident: int) -> float:
-    """List scheduling of the grid in launch order: every free CTA slot takes the next CTA."""
-    free = [0.0] * resident
-    for seq, begin, end, _ in plan.work[: plan.num_items].tolist():
-        split = plan.splits[seq, 0] > 1
-        cost = end - begin + planner.CTA_TILES + planner.PARTIAL_TILES * split
-        for _ in range(heads):
-            heapq.heapreplace(free, free[0] + cost)
-    return max(free) + planner.REDUCE_TILES * (plan.num_partials > 0)
+def makespan(plan: SplitPlan, heads: int, sms: int, ctas_per_sm: int) -> float:
+    """Time to run the grid in launch order, in the time that an SM of a full machine takes for one tile.
+
+    Running CTAs share the bandwidth evenly; one alone on its SM takes a third more than an SM's share of it at most,
+    two of one SM half of that each. The last chunk of the most finely cut sequence merges the others.
+    """
+    item_cost, solo_speed = planner.ITEM_COST / 16, 16 / planner.LONE_TILE_COST
+    waiting = (plan.work[: plan.num_items, 2] - plan.work[: plan.num_items, 1] + item_cost).repeat(heads)
+    left, sm, beside, now, begun = np.empty(0), np.empty(0, np.intp), np.zeros(sms, np.intp), 0.0, 0
+    while begun < len(waiting) or len(left):
+        while begun < len(waiting) and beside.min() < ctas_per_sm:
+            place = beside.argmin()
+            beside[place] += 1
+            left, sm = np.append(left, waiting[begun]), np.append(sm, place)
+            begun += 1
+        fastest = solo_speed / beside[sm]
+        speed = np.minimum(fastest, sms / len(left))
+        for _ in range(3):  # what some cannot use, others take
+            slower = speed < fastest
+            speed[slower] += (sms - speed.sum()) / max(1, slower.sum())
+            speed = np.minimum(speed, fastest)
+        step = (left / speed).min()
+        now += step
+        left = left - step * speed
+        ended = left < 1e-6
+        np.subtract.at(beside, sm[ended], 1)
+        left, sm = left[~ended], sm[~ended]
+    return now + planner.SPLIT_COST / 16 * plan.max_splits
 
 
 BATCHES = {
     "one": [131072],
-    "short": [4096],
     "even": [2048] * 128,
     "uneven": [65536] + [4096] * 31,
     "outlier": [131072] + [2048] * 255,
     "pairs": [16384] * 16,
     "eights": [8192] * 64,
-    "random": np.random.default_rng(3).integers(1, 65536, 256).tolist(),
+    "random": np.random.default_rng(3).integers(1, 65536, 64).tolist(),
     "few": np.random.default_rng(4).integers(1, 65536, 12).tolist(),
 }
 
 
-@pytest.mark.parametrize("heads", [1, 8])
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("batch", "heads"), [*((name, 1) for name in BATCHES), *((name, 8) for name in ("one", "uneven", "few", "even"))]
+)
 def test_balanced_is_near_the_best_uniform_cut(batch: str, heads: int) -> None:
-    """Against every number of pieces of the longest sequence, by simulating the grid."""
+    """Against cuts of the longest sequence into so many pieces, by simulating the grid."""
     seq_lens = BATCHES[batch]
-    chosen = makespan(h200(seq_lens, heads), heads, 264)
-    tried = (1, 2, 4, 8, 16, 33, 66, 128)
-    best = min(makespan(h200(seq_lens, heads, force_splits=n), heads, 264) for n in tried)
-    assert chosen <= 1.12 * best
+    chosen = makespan(h200(seq_lens, heads), heads, 132, 2)
+    best = min(makespan(h200(seq_lens, heads, force_splits=n), heads, 132, 2) for n in (1, 2, 4, 8, 16, 33, 66))
+    assert chosen <= 1.15 * best
+
+
+def test_the_simulated_grid() -> None:
+    """What can be worked out by hand: eight tiles and what an item costs, alone and where two share an SM."""
+    alone = (8 + planner.ITEM_COST / 16) * planner.LONE_TILE_COST / 16
+    merging = planner.SPLIT_COST / 16
+    assert makespan(h200([1024], 1, max_splits=1), 1, 132, 2) == pytest.approx(alone + merging)
+    assert makespan(h200([1024] * 8, 1, max_splits=1), 1, 4, 2) == pytest.approx(2 * 8.5 + merging)
 
 
 # -- arguments ----------------------------------------------------------------------------------------
@@ -309,7 +352,7 @@ def test_the_longest_sequence_is_planned() -> None:
     [
         ({"policy": "best"}, "policy = 'best': expected one of thor, balanced"),
         ({"max_splits": 0}, "max_splits = 0: expected an integer of at least 1"),
-        ({"max_splits": 257}, "max_splits = 257: expected at most 256"),
+        ({"max_splits": 1025}, "max_splits = 1025: expected at most 1024"),
         ({"max_splits": 1.5}, "max_splits = 1.5: expected an integer of at least 1"),
         ({"pad_to": "9"}, "pad_to = '9': expected an integer of at least 0"),
         ({"min_chunk_tiles": True}, "min_chunk_tiles = True: expected an integer of at least 1"),
@@ -345,14 +388,16 @@ def test_host_time_for_256_sequences() -> None:
     policy=st.sampled_from(["thor", "balanced"]),
 )  # fmt: skip
 def test_device_work_spells_the_plan_in_keys(seq_lens: list[int], heads: int, spare: int, policy: Any) -> None:
-    """Keys instead of tiles, ends inside the sequence, -1 for "not split" and in every field of a padding item."""
+    """Keys instead of tiles, ends inside the sequence, all that a CTA must know of it, and -1 all over in padding."""
     options: dict[str, Any] = {"num_kv_heads": heads, "q_tiles": 1, "sm_count": 20, "ctas_per_sm": 2, "policy": policy}
     plan = plan_splits(seq_lens, **options)
     plan = plan_splits(seq_lens, **options, pad_to=plan.num_items + spare)
     device = plan.device_work(np.array(seq_lens, np.int32))
-    assert device.shape == (plan.num_work, 4)
+    assert (device.shape, device.dtype) == ((plan.num_work, 8), np.int32)
     assert (device[plan.num_items :] == -1).all()
-    for (seq, begin, end, slot), item in zip(device.tolist(), plan.work[: plan.num_items].tolist(), strict=False):
-        assert (seq, begin) == (item[0], item[1] * TILE)
-        assert end == min(item[2] * TILE, seq_lens[seq])
-        assert slot == (item[3] if plan.splits[seq, 0] > 1 else -1)
+    for row, item in zip(device[: plan.num_items].tolist(), plan.work[: plan.num_items].tolist(), strict=True):
+        seq, begin, end, slot = item
+        assert row[:4] == [seq, begin * TILE, min(end * TILE, seq_lens[seq]), seq_lens[seq]]
+        assert row[4:] == [slot, *plan.splits[seq].tolist(), 0]
+        if plan.splits[seq, 0] > 1:
+            assert 0 <= slot - plan.splits[seq, 1] < plan.splits[seq, 0]

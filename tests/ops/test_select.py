@@ -35,8 +35,9 @@ def test_two_ctas_where_they_fit_one_where_they_do_not() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "kv_format", "n_q", "tile", "ctas"),
     [
-        (128, "fp8", 65, 128, 1), (128, "fp8", 64, 64, 2), (64, "bf16", 1000, 128, 1), (256, "bf16", 128, 128, 1),
-        (512, "fp8", 16, 16, 2), (512, "fp8", 17, 32, 1), (512, "fp8", 128, 64, 1), (512, "bf16", 1, 16, 1),
+        (128, "fp8", 65, 128, 1), (128, "fp8", 64, 64, 1), (128, "fp8", 16, 16, 2), (64, "bf16", 1000, 128, 1),
+        (256, "fp8", 1, 16, 1), (256, "bf16", 128, 128, 1),
+        (512, "fp8", 16, 16, 1), (512, "fp8", 17, 32, 1), (512, "fp8", 128, 64, 1), (512, "bf16", 1, 16, 1),
     ],
 )  # fmt: skip
 def test_the_largest_tile_that_fits(head_dim: int, kv_format: str, n_q: int, tile: int, ctas: int) -> None:
@@ -56,15 +57,15 @@ def test_a_forced_number_of_ctas_shrinks_the_tile() -> None:
 def test_choices_can_be_forced() -> None:
     config = select(problem(), H200, impl="mma", row_tile=64, ctas_per_sm=1, pdl=True)
     assert (config.row_tile, config.ctas_per_sm, config.pdl) == (64, 1, True)
-    with pytest.raises(ConfigError, match=r"impl = 'reduce': expected one of mma"):
-        select(problem(), H200, impl="reduce")
+    with pytest.raises(ConfigError, match=r"impl = 'append': expected one of mma"):
+        select(problem(), H200, impl="append")
     with pytest.raises(ConfigError, match="row_tile = 24"):
         select(problem(), H200, row_tile=24)
 
 
 def test_non_causal_problems_share_a_kernel_but_keep_their_row_tile() -> None:
     config = select(problem(q_len=8, causal=False), H200)
-    assert config == DecodeConfig(head_dim=128, page_size=16, kv_format="fp8", row_tile=32)
+    assert config == DecodeConfig(head_dim=128, page_size=16, kv_format="fp8", row_tile=32, ctas_per_sm=1)
 
 
 @pytest.mark.parametrize("bad", [{"group_size": 0}, {"q_len": 0}, {"group_size": True}, {"q_len": 1.0}])

@@ -1,4 +1,4 @@
-"""A bundle for one arch, and a second configuration beside it."""
+"""A bundle for one arch, a second configuration beside it, and a kernel that both require."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CONFIG = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8")
 KEY = CONFIG.key("sm_90a")
 OTHER = DecodeConfig(head_dim=128, page_size=64, kv_format="bf16")
 OTHER_KEY = OTHER.key("sm_90a")
-REDUCE_KEY = CONFIG.requires()[0].key("sm_90a")
+PART_KEY = CONFIG.requires()[0].key("sm_90a")
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """The folder of a bundle with two decode kernels and the reduction that both require."""
+    """The folder of a bundle with two decode kernels and the one that both require."""
     return write_bundle(tmp_path / "kernels", "sm_90a", [CONFIG, OTHER, *CONFIG.requires()])

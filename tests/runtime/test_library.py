@@ -32,7 +32,7 @@ from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 CONFIG = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8")
 OTHER = DecodeConfig(head_dim=128, page_size=64, kv_format="bf16")
 KEY, OTHER_KEY = CONFIG.key("sm_90a"), OTHER.key("sm_90a")
-REDUCE_KEY = CONFIG.requires()[0].key("sm_90a")
+PART_KEY = CONFIG.requires()[0].key("sm_90a")
 MISSING = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8", q_len=4)
 
 
@@ -110,12 +110,12 @@ def test_preload_of_one_key_brings_what_it_requires(bundle: Path) -> None:
     driver = FakeDriver()
     library = Library.open(bundle, driver=driver)
     assert library.preload([KEY]) == 2
-    assert {sha for _, sha in driver.loads} == {library.artifact(k).cubin.sha256 for k in (KEY, REDUCE_KEY)}
+    assert {sha for _, sha in driver.loads} == {library.artifact(k).cubin.sha256 for k in (KEY, PART_KEY)}
 
 
 def test_preload_names_a_required_key_that_is_missing(tmp_path: Path) -> None:
     library = Library.open(write_bundle(tmp_path, "sm_90a", [CONFIG]), driver=FakeDriver())
-    with pytest.raises(KernelNotFoundError, match=f"no kernel '{REDUCE_KEY}'"):
+    with pytest.raises(KernelNotFoundError, match=f"no kernel '{PART_KEY}'"):
         library.preload()
 
 
@@ -291,7 +291,7 @@ def test_the_spec_lines_of_a_miss_build_exactly_that_key(bundle: Path, tmp_path:
     spec.write_text("\n".join(line[2:] for line in str(caught.value).splitlines() if line.startswith("  ")) + "\n")
     keys = [item.key for item in expand(load_specs([spec]), None)]
     assert MISSING.key("sm_90a") in keys
-    assert set(keys) == {MISSING.key("sm_90a"), REDUCE_KEY}
+    assert set(keys) == {MISSING.key("sm_90a"), PART_KEY}
 
 
 def test_saved_misses_are_what_the_builder_reads(bundle: Path, tmp_path: Path) -> None:

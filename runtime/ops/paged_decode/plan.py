@@ -401,8 +401,8 @@ class Plan:
         if counters is None:
             if not self._spare and self._driver.is_capturing(raw):
                 raise CaptureError(
-                    "a plan's first run with a second workspace makes zeroed counters, which a graph capture would zero "
-                    "at each replay instead: run once with this workspace before the capture"
+                    "a plan's first run with a second workspace makes zeroed counters, which a graph capture would "
+                    "zero at each replay instead: run once with this workspace before the capture"
                 )
             counters = self._counters[workspace] = self._spare.pop() if self._spare else self._make_counters(raw)
         return counters.data_ptr()

@@ -14,7 +14,6 @@ alone, so that a planner on the device can give the same answer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np

@@ -79,7 +79,8 @@ def select(
 
     The row tile is the smallest that holds all packed rows, so that one CTA streams the keys once for all of them,
     or the largest that fits. Two CTAs share an SM where both fit (they hide each other's latency), but for wide tiles
-    and heads longer than 128: their arithmetic wants all warps of an SM for one chunk. Raises ConfigError where no kernel serves the problem, naming the axis or the budget.
+    and heads longer than 128: their arithmetic wants all warps of an SM for one chunk. Raises ConfigError where no
+    kernel serves the problem, naming the axis or the budget.
     """
     if impl is None:
         impl = DecodeConfig.impl

@@ -32,7 +32,7 @@ def test_an_implementation_is_found_by_its_module() -> None:
     from cubinery.aot.problems.paged_decode import mma
 
     assert problems.check_of("paged_decode", "mma") is mma.check
-    assert problems.check_of("paged_decode", "reduce") is None
+    assert problems.check_of("paged_decode", "no_such_kernel") is None
     assert problems.check_of("no_such_family", "mma") is None
     assert problems.where("paged_decode", "append") == "aot/problems/paged_decode/append.py"
 

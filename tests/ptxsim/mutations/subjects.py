@@ -1,4 +1,4 @@
-"""What is mutated: decodes of a bundle, reductions, and kernels of the silicon corpus; and what a mutant does.
+"""What is mutated: decodes of a bundle, and kernels of the silicon corpus; and what a mutant does.
 
 A mutant is reported where, under any schedule, the simulator raises a fault or an output is not what it must be.
 """
@@ -66,9 +66,9 @@ class Subject(Protocol):
 
 
 SHORT = (77,) * 33
-REDUCTIONS = {"fair:0": ((20 * 128, 0, 77), 20), "late:0": ((16 * 128, *SHORT), 16), "": ((17 * 128, *SHORT), 17)}
-"""Lengths and splits, by schedule, that send a reduction each of its ways: few rows of many splits, many rows of few,
-many rows of many."""
+SPLITS = {"fair:0": ((20 * 128, 0, 77), 20), "late:0": ((16 * 128, *SHORT), 16), "": ((35 * 128, 300, 77), 35)}
+"""Lengths and splits, by schedule, that send the merging of chunks each of its ways: batches of 32 splits, groups of
+16 of them, and what is left of both. Few splits are merged in the problem that verifies a decode."""
 
 
 class Mutants:
@@ -96,15 +96,15 @@ def _broken(mutation: MapMutation, spec: TensorMapSpec) -> TensorMapSpec:
 
 
 class Decode:
-    """A paged decode with its reduction; `target` is the artifact whose PTX is broken."""
+    """A paged decode, on the problem that verifies it or, where `split`, on sequences of many chunks."""
 
-    def __init__(self, root: Path, arch: str, called: str, target: str = "") -> None:
-        self.root, self.arch, self.called, self.target = root, arch, called, target or called
-        self.name = self.target
+    def __init__(self, root: Path, arch: str, key: str, *, split: bool = False) -> None:
+        self.root, self.arch, self.key, self.split = root, arch, key, split
+        self.name = f"{key}:split" if split else key
         bundle = Bundle.open(root)
-        artifact = next(a for a in bundle.manifest.artifacts if a.key == self.target)
+        artifact = next(a for a in bundle.manifest.artifacts if a.key == key)
         self.text = bundle.read(artifact.emitted["ptx"]).decode()
-        self._mutants = Mutants(arch, root, self.target, self.text)
+        self._mutants = Mutants(arch, root, key, self.text)
         self.maps = [spec for kernel in artifact.kernels for spec in kernel.tensor_maps]
 
     def mutations(self) -> Iterator[AnyMutation]:
@@ -117,13 +117,13 @@ class Decode:
         try:
             # Other values under each schedule: what is wrong for few values gets several chances.
             seed = 7 + sum(schedule.encode()) % 100
-            task = Task(self.root, self.arch, self.called, schedule)
+            task = Task(self.root, self.arch, self.key, schedule)
             with subject(driver, task, seed) as called:
-                if self.target == self.called:
-                    found = decode(called)
-                else:
-                    keys, splits = REDUCTIONS.get(schedule, REDUCTIONS[""])
+                if self.split:
+                    keys, splits = SPLITS.get(schedule, SPLITS[""])
                     found = decode(called, keys=keys, splits=splits)
+                else:
+                    found = decode(called)
         except Fault as error:
             return str(error)
         return "" if found.within(tolerances.PAGED_DECODE["mma"]) else f"far from the reference: {found}"

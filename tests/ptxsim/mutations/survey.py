@@ -27,23 +27,22 @@ ENTRIES = (
 )  # fmt: skip
 """Kernels of the silicon corpus that synchronise."""
 DECODES = (
-    ("d128-p16-kvfp8", ""),
-    ("d128-p32-kvfp8-q4-t32-pdlon", ""),
-    ("d128-p16-kvbf16", ""),
+    ("d128-p16-kvfp8", False),
+    ("d128-p16-kvfp8", True),
+    ("d128-p32-kvfp8-q4-t32-pdlon", False),
+    ("d128-p16-kvbf16", False),
 )
-"""(the decode that is called, the artifact that is broken if it is not the decode)."""
+"""(the decode, whether its sequences are split into many chunks)."""
 ARCH = "sm_90a"
 
 
 def subjects(bundle: Path | None, folder: Path, chosen: set[str]) -> Iterator[Subject]:
     """What is broken: kernels of the bundle, then entries of the corpus (their bundle is written to `folder`)."""
-    for called, broken in DECODES if bundle is not None else ():
+    for axes, split in DECODES if bundle is not None else ():
         assert bundle is not None
-        stem = f"paged_decode-{ARCH}-"
-        target = stem + broken if broken else ""
-        name = target or f"{stem}mma-{called}"
-        if not chosen or name in chosen:
-            yield Decode(bundle, ARCH, f"{stem}mma-{called}", target)
+        decode = Decode(bundle, ARCH, f"paged_decode-{ARCH}-mma-{axes}", split=split)
+        if not chosen or decode.name in chosen:
+            yield decode
     entries = [name for name in ENTRIES if not chosen or name in chosen]
     if entries:
         root = corpus_bundle.write(folder, [corpus()[name] for name in entries])
