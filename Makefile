@@ -24,7 +24,7 @@ ARCHS := $(subst $(comma), ,$(ARCH))
 ARCH_FLAGS  = $(foreach a,$(ARCHS),--arch $(a))
 BUILD_FLAGS = $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) --out $(OUT) $(if $(JOBS),--jobs $(JOBS))
 
-.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize bench bench-append bench-host bench-build clean distclean install need-arch
+.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize bench bench-append bench-planning bench-host bench-build clean distclean install need-arch
 
 help:  ## Show this list
 	@echo "Targets (variables: ARCH, SPEC, OUT, JOBS, BUNDLE, DIST, PYTEST_ARGS, PYTHON):"
@@ -99,6 +99,9 @@ bench:  ## Measure BUNDLE=... on this machine's GPU and draw the roofline (needs
 
 bench-append:  ## Measure the cache writers of BUNDLE=... against the copy rate (needs a GPU and no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks.append $(BENCH_ARGS)
+
+bench-planning:  ## Measure planning on the device with BUNDLE=... (needs a GPU and no compiler)
+	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks.planning $(BENCH_ARGS)
 
 bench-host:  ## Measure only the host time of the runtime with BUNDLE=... (needs a GPU and no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks --only host $(BENCH_ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from cubinery.aot.spec import load_specs
 from cubinery.aot.variants import check_closure, expand
 from cubinery.runtime.arch import ARCHS
 from cubinery.runtime.errors import ConfigError
+from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.select import outcomes
 
@@ -68,3 +70,11 @@ def fits(head_dim: int, **axes: object) -> bool:
                 found.add(False)
     assert len(found) == 1
     return found.pop()
+
+
+def test_the_writers_are_all_there(root: Path) -> None:
+    axes = {f.name: f.metadata["choices"] for f in fields(AppendConfig)}
+    every = {AppendConfig(**dict(zip(axes, values, strict=True))) for values in product(*axes.values())}
+    for name, expected in (("full/append", every), ("paged_decode_append", {c for c in every if not c.pdl})):
+        items = expand(load_specs([root / f"kernel_specs/{name}.yaml"]))
+        assert {(item.arch.name, item.config) for item in items} == {(a, c) for a in ARCHS for c in expected}

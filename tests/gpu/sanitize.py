@@ -20,6 +20,7 @@ import torch
 from gpu.problems import Guarded
 from gpu.running import Gpu
 
+from cubinery.aot.problems import Subject, check_of
 from cubinery.aot.references.paged_decode import paged_attention
 from cubinery.aot.references.tolerances import PAGED_DECODE, deviation
 from cubinery.runtime.library import Library
@@ -79,6 +80,28 @@ def sanitize(gpu: Gpu, fields: dict[str, Any], choices: dict[str, Any], force_sp
     return f"{plan.keys[0]}, {plan.splits.max_splits} splits: {found}"
 
 
+def others(library: Library) -> list[str]:
+    """Keys of the kernels that are no decodes: cache writers and planning. Their checks compare every byte."""
+    served = library.archs_for()
+    return [key for key in library if "-mma-" not in key and library.artifact(key).arch in served]
+
+
+def check_other(gpu: Gpu, key: str) -> str:
+    """Run the check of such a kernel; returns a line about it. Raises AssertionError where a byte is off."""
+
+    def place(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = {name: tensor.to(gpu.device) for name, tensor in tensors.items()}
+        gpu.synchronize()  # some launch on the default stream
+        return found
+
+    subject = Subject.of(gpu.library, key, place)
+    check = check_of(subject.config.family, subject.config.impl)
+    assert check is not None, f"{key} has no check"
+    finding = check(subject)
+    assert finding.ok, f"{key}: {finding.text}"
+    return f"{key}: {finding.text}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Launch a representative set of kernels under compute-sanitizer.")
     parser.add_argument("bundle", help="folder of a bundle built from kernel_specs/proof/paged_decode.yaml")
@@ -92,8 +115,14 @@ def main() -> int:
             except AssertionError as error:
                 failures += 1
                 print(f"WRONG: {error}", flush=True)
+    for key in others(library):
+        try:
+            print(check_other(gpu, key), flush=True)
+        except AssertionError as error:
+            failures += 1
+            print(f"WRONG: {error}", flush=True)
     torch.cuda.synchronize()
-    print(f"{2 * len(PROBLEMS)} launches, {failures} wrong")
+    print(f"{2 * len(PROBLEMS)} decodes and {len(others(library))} other kernels, {failures} wrong")
     return 1 if failures else 0
 
 

@@ -71,4 +71,4 @@ def test_replays_plan_as_the_host_does(gpu: Gpu, policy: str) -> None:
         seq_lens.copy_(torch.from_numpy(lengths.astype(np.int32)))
         graph.replay()
         plans[0].update(lengths)
-        assert torch.equal(*(plan._upload.tensor for plan in plans))
+        assert torch.equal(*(plan.device_arrays for plan in plans))

@@ -56,7 +56,7 @@ def test_the_arrays_are_those_of_an_update_by_the_host(make_decode: Make, option
     for lengths in ([1500, 0, 1], [300, 300, 129], [1500, 1500, 1500]):
         plans[0].update(lengths)
         plans[1].update_on_device(torch.tensor(lengths))
-        assert torch.equal(*(plan._upload.tensor for plan in plans))
+        assert torch.equal(*(plan.device_arrays for plan in plans))
 
 
 def test_too_many_sequences(make_decode: Make) -> None:

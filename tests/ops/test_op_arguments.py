@@ -281,7 +281,7 @@ def test_tables_hold_what_a_device_update_may_bring(make_decode: Make, p: Proble
     driver.on_launch = lambda launch: host_kernels.plan(launch) if host_kernels.is_plan(launch) else None
     plan = decode.plan([1500] * 3, **p.heads, capturable=True)
     plan.update_on_device(torch.tensor([1500, 99_999, -7]))
-    assert plan._upload.tensor[8 * plan.num_work : -1].tolist() == [1500, 1500, 0]
+    assert plan.device_arrays[8 * plan.num_work :].tolist() == [1500, 1500, 0]
     plan.update([16, 16, 16])
     with pytest.raises(ArgumentError, match="block_table has 1 columns of 16 keys: expected at least 94"):
         plan.run(p.q, p.k, p.v, p.table[:, :1].contiguous())

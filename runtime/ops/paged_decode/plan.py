@@ -108,6 +108,11 @@ class Plan:
         return self.splits.num_work
 
     @property
+    def device_arrays(self) -> torch.Tensor:
+        """What the kernels read, int32: entries (num_work, 8) of `SplitPlan.device_work`, then lengths (num_seqs,)."""
+        return self._upload.tensor[: 8 * self.num_work + self.num_seqs]
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the kernels that `run` launches, in order."""
         return (self._kernel.key,)
