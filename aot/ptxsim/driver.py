@@ -233,7 +233,7 @@ class SimPrepared:
                 checks=driver.checks,
                 resident=driver.resident,
                 tracer=driver.tracer,
-                progress=driver.progress,
+                progress=driver.progress if clusters is None else None,
                 predecessor=driver.footprint if config.pdl else None,
             )
 
@@ -242,7 +242,8 @@ class SimPrepared:
         size = math.prod(config.cluster)
         total = math.prod(config.grid)
         parts = shares(kernel.translation, total // size, size)
-        launch = Launch(machine, driver.memory, parts, size, kernel.translation.entry.name)
+        name = kernel.translation.entry.name
+        launch = Launch(machine, driver.memory, parts, size, name, driver.progress)
         launch.run(1 if driver.tracer is not None else driver.processes or usable_cores())
         driver.footprint = launch.footprint if kernel.translation.lets_go else None
         driver.counters.instructions += launch.counters.instructions

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from cubinery.aot.ptxsim.dependent import Footprint
@@ -50,8 +51,16 @@ class Launch:
     """A launch of a kernel in shares."""
 
     def __init__(
-        self, make: Maker, memory: GlobalMemory, shares: Sequence[range], cluster_size: int, kernel: str
+        self,
+        make: Maker,
+        memory: GlobalMemory,
+        shares: Sequence[range],
+        cluster_size: int,
+        kernel: str,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        """`progress` is told how many CTAs have ended, of how many; of several shares, when a share's results come."""
+        self.progress = progress
         self.make, self.memory, self.shares = make, memory, shares
         self.cluster_size, self.kernel = cluster_size, kernel
         self.counters = Counters()
@@ -95,9 +104,18 @@ class Launch:
                 claims.stop_after(0)
             elif first.counters.seconds * (len(self.shares) - 1) > WORTH:
                 helpers.start()
-            return [first, *self._rest(snapshot, claims), *helpers.results()]
+            done = []
+            for ran in chain([first], self._rest(snapshot, claims), helpers.results()):
+                done.append(ran)
+                self._tell(done)
+            return done
         finally:
             helpers.end()
+
+    def _tell(self, done: Sequence[Ran]) -> None:
+        if self.progress is not None:
+            ended = sum(len(self.shares[ran.share]) for ran in done)
+            self.progress(ended * self.cluster_size, self.shares[-1].stop * self.cluster_size)
 
     def _isolated(self, snapshot: Snapshot, share: int, meanwhile: Callable[[], None] | None = None) -> Ran:
         """Run one share, and leave global memory as it was. Where it takes long, `meanwhile` is called."""

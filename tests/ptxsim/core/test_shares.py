@@ -222,12 +222,17 @@ def test_through_driver_library_and_launch(processes: int, tmp_path: Path) -> No
         "shares", body, bytes(16), (Column("sum", 4, BLOCKS * 32),), block=32, grid=BLOCKS,
         directives=f".global .align 4 .b32 table[{BLOCKS * 32}];\n",
     )  # fmt: skip
-    driver = SimDriver("sm_90a", [corpus_bundle.write(tmp_path, [entry])], processes=processes)
+    told: list[tuple[int, int]] = []
+    driver = SimDriver(
+        "sm_90a", [corpus_bundle.write(tmp_path, [entry])], processes=processes,
+        progress=lambda *numbers: told.append(numbers),
+    )  # fmt: skip
     library = Library.open(tmp_path, driver)
     for launches in (1, 2):
         out = np.frombuffer(run_entry(entry, library, driver), np.uint32)
         assert (out == launches * np.arange(BLOCKS * 32)).all()
     assert driver.ctas == 2 * BLOCKS
+    assert told == 2 * [(BLOCKS // 2, BLOCKS), (BLOCKS, BLOCKS)]
     assert driver.counters.launches == 2
     assert driver.counters.instructions == 2 * BLOCKS * 13
 
