@@ -28,7 +28,7 @@ class Mask(MmaTile):
         found = Int32(self.config.q_len)
         if cutlass.const_expr(self.config.q_lens):
             found = cutlass.min(cutlass.max(load_i32(q_lens, Int64(seq)), 0), n_q)
-            if cutlass.const_expr(self.config.q_len > 1):
+            if cutlass.const_expr(self.config.q_len > 1 or self.config.window):
                 found = cutlass.min(found, self.config.q_len)
         return found
 

@@ -25,6 +25,7 @@ CONFIGS = {
     "softcap": DecodeConfig(**BASE, softcap=True),
     "q_lens": DecodeConfig(**BASE, q_len=4, q_lens=True),
     "q_lens1": DecodeConfig(**BASE, q_lens=True),
+    "one": DecodeConfig(**BASE, window=True, q_lens=True),
     "all": DecodeConfig(**BASE, q_len=4, window=True, sinks=True, softcap=True, q_lens=True),
     "narrow": DecodeConfig(
         head_dim=128,
@@ -141,6 +142,13 @@ def test_fewer_tokens_without_a_causal_mask(simulated: Simulated) -> None:
     simulated.check(config, p, q_lens=torch.tensor([3, 0, 5], dtype=torch.int32), causal=False, force_splits=2)
     one = problem(config, [150, 20, 0])
     simulated.check(config, one, q_lens=torch.tensor([1, 0, 1], dtype=torch.int32))
+
+
+def test_too_many_tokens_do_not_widen_a_window(simulated: Simulated) -> None:
+    """They are cut to q_len before the first page is looked up."""
+    p = problem(CONFIGS["one"], [321, 321, 321], group=8)
+    forget_before(p, 65)
+    simulated.check(CONFIGS["one"], p, window=65, q_lens=torch.tensor([9, 1, 2**31 - 1], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("name", ["all", "long", "narrow"])
