@@ -60,6 +60,8 @@ class Access:
     """Records what this launch touches, for a dependent launch that may overlap with it."""
     predecessor: Footprint | None
     """What the launch before touched, where this one may overlap with it."""
+    gone: Any
+    """CTA slots whose threads have all exited: bool (slots,)."""
     waited: Any
     """CTA slots that have executed griddepcontrol.wait: bool (slots,)."""
 
@@ -148,6 +150,9 @@ class Access:
                     OutOfBoundsFault, f"shared address of a CTA outside the cluster of {self.cluster_size}", g, k, bad
                 )
             owner = self.cluster_base[g.cta] + ranks
+            gone = self.gone[owner] if mask is None else self.gone[owner] & mask
+            if gone.any():
+                self.fail(OutOfBoundsFault, "shared memory of a CTA of the cluster that has exited", g, k, gone)
             address = address & _WINDOW_MASK
         if address.min() < SHARED_BASE or address.max() > self.shared.size - size:
             try:

@@ -288,6 +288,9 @@ class Barriers(Fences):
         state = np.zeros(shape, np.uint64)
         active = np.ones(shape, bool) if mask is None else mask
         ended: set[tuple[int, tuple[int, int]]] = set()
+        if operation != "init":  # all lanes use it in one stretch; then each publishes for itself
+            for row, lane in np.argwhere(active).tolist():
+                self._uses_mbarrier(g, row, lane, k, self.mbarrier_key(int(g.cta[row, 0]), int(address[row, lane])))
         for row, lane in np.argwhere(active).tolist():
             at = int(address[row, lane])
             arrivals = 1 if count is None else int(count[row, lane])
@@ -295,7 +298,6 @@ class Barriers(Fences):
                 self._init(g, row, lane, k, at, arrivals)
                 continue
             key, barrier = self.mbarrier_at(g, row, lane, k, at)
-            self._uses_mbarrier(g, row, lane, k, key)
             state[row, lane] = barrier.token
             if operation == "inval":
                 del self.mbarriers[key]

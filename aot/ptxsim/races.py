@@ -136,7 +136,7 @@ class Races(Clocks):
         self.write_clock[u.at] = now.take(u.rows)
 
     def touch(self, rt: Access, g: Gang, row: int, lane: int, k: int, place: int, size: int) -> None:
-        """A read by one lane, as every use of an mbarrier is one of what initialised it."""
+        """A read by one lane, as every use of an mbarrier is one of what initialised it. The latest stretch counts."""
         slot, warp = int(g.cta[row, 0]), int(g.warps[row]) % self.wpc
         mine, known = self.first(slot, warp) + lane, self.clock[slot, warp, 0]
         span = slice(place // self.unit, -(-(place + size) // self.unit))
@@ -147,8 +147,9 @@ class Races(Clocks):
             u = _Units(np.arange(span.start, span.stop), np.full(count, row), np.full(count, lane))
             self._report(rt, g, k, u, late, "reads", "written", writer)
         holder = self.holder(slot, warp)
+        again = self.read_clock[span, holder] == self.now[slot, warp]
+        self.read_lanes[span, holder] = np.where(again, self.read_lanes[span, holder], 0) | _BIT[lane]
         self.read_clock[span, holder] = self.now[slot, warp]
-        self.read_lanes[span, holder] |= _BIT[lane]
 
     def atomic(self, rt: Access, g: Gang, mask: Any, k: int, index: Any, size: int) -> None:
         """Atomics do not race with each other, only with loads and stores."""
@@ -161,6 +162,32 @@ class Races(Clocks):
         self._after_reads(rt, g, k, u, first, holder, known, "updates")
         self._write(u, first, now)
         self._atomic[u.at] = self.write_clock[u.at]
+
+    def outlives(self, slot: int) -> str | None:
+        """What a CTA that has exited cannot know of the use of its shared memory by others; None where it knows all."""
+        known = self.clock[slot, : self.wpc, 0].max(axis=0)[None]
+        span = slice(slot * self.units, (slot + 1) * self.units)
+        first = int(self.rank[slot]) * self.span
+        writer = self.writer[span]
+        late = self.write_clock[span] > known[0, writer]
+        late &= (writer < first) | (writer >= first + self.threads)
+        if late.any():
+            at = int(np.argmax(late))
+            return f"at {at * self.unit:#x} is written by {self.describe(int(writer[at]))}"
+        own = int(self.rank[slot]) * self.holders
+        reads = self.read_clock[span]
+        unknown = reads > self.by_holder(known)
+        unknown[:, own : own + self.wpc] = False
+        which, reader = np.nonzero(unknown)
+        if len(which):
+            rows = np.zeros(len(which), np.int64)
+            lanes = self._unknown_lanes(which + span.start, reader, reads[which, reader], known, rows)
+            bad = lanes.any(axis=1)
+            if bad.any():
+                at = int(np.argmax(bad))
+                who = self.describe(self._lane_column(int(reader[at]), int(lanes[at].argmax())))
+                return f"at {int(which[at]) * self.unit:#x} is read by {who}"
+        return None
 
     # -- checks --------------------------------------------------------------------------------
 

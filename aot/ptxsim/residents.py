@@ -43,7 +43,7 @@ class Residents(Waits):
             )
             self.block_index[slot + rank] = [a * c + w for a, c, w in zip(at, self.cluster, within, strict=True)]
         self.next_cta += self.cluster_size
-        self.waited[slot : slot + self.cluster_size] = False
+        self.waited[slot : slot + self.cluster_size] = self.gone[slot : slot + self.cluster_size] = False
         first, count = slot * self.wpc, self.cluster_size * self.wpc
         self.live[first : first + count] = np.tile(self._threads_of_cta, (self.cluster_size, 1))
         warps = np.arange(first, first + count)
@@ -67,6 +67,8 @@ class Residents(Waits):
             alive = self.live[slot * self.wpc : (slot + 1) * self.wpc].any()
             if alive:
                 self.barriers_of_exited(slot)
+            else:
+                self._gone(slot)
             base = int(self.cluster_base[slot])
             self.cluster_complete(base)
             if not self.live[base * self.wpc : (base + self.cluster_size) * self.wpc].any():
@@ -97,6 +99,15 @@ class Residents(Waits):
             self.progress(self.finished, self.total)
         if self.next_cta < self.end:
             self.start_cluster(base)
+
+    def _gone(self, slot: int) -> None:
+        """A CTA has exited: who uses its shared memory must have been done, as far as one of its threads knows."""
+        self.gone[slot] = True
+        use = None if self.races is None or self.cluster_size == 1 else self.races.outlives(slot)
+        if use is not None:
+            block = tuple(self.block_index[slot].tolist())
+            detail = f"block {block} exits while its shared memory {use}: no thread of it has waited for that"
+            raise RaceFault(detail, self.place(None, len(self.kernel.instrs) - 1))
 
     def _abandoned(self, slot: int) -> None:
         """Copies out of shared memory read it until they are waited for: a CTA must not exit before."""

@@ -11,6 +11,7 @@ from cubinery.aot.ptxsim.faults import (
     DeadlockFault,
     DescriptorFault,
     DivergedFault,
+    Fault,
     ProxyFault,
     RaceFault,
     TransactionFault,
@@ -325,3 +326,24 @@ def test_shared_memory_reused_before_a_store_has_read_it() -> None:
     with pytest.raises(RaceFault, match="read by an asynchronous copy"):
         tma(STORE.replace("cp.async.bulk.wait_group.read 0;", "st.shared.b32 [%r5], 1;"))
     tma(STORE.replace("OUT:", "st.shared.b32 [%r5], 1; OUT:"))
+
+
+READS_PEER = """mov.b32 %r1, smem; shl.b32 %r2, %r9, 2; add.s32 %r2, %r1, %r2; st.shared.b32 [%r2], %r6;
+barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+mov.u32 %r3, %cluster_ctarank; xor.b32 %r3, %r3, 1; mapa.shared::cluster.u32 %r4, %r2, %r3;
+setp.eq.b32 %p1, %r3, 0; @%p1 ld.shared::cluster.b32 %r5, [%r4]; @%p1 st.global.b32 [%rd9], %r5; """
+
+
+@each_schedule
+def test_a_cta_must_not_exit_while_another_reads_its_shared_memory(schedule: str) -> None:
+    """CTA 1 reads from CTA 0, which leaves at once unless they meet once more."""
+    last = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+    run(READS_PEER + last, 64, blocks=2, cluster=2, schedule=schedule)
+    with pytest.raises(
+        Fault, match=r"exits while its shared memory at 0x400 is read by|of the cluster that has exited"
+    ):
+        run(READS_PEER, 64, blocks=2, cluster=2, schedule=schedule)
+    with pytest.raises(
+        Fault, match=r"exits while its shared memory at 0x400 is read by|of the cluster that has exited"
+    ):
+        run(READS_PEER + "barrier.cluster.arrive.aligned;", 64, blocks=2, cluster=2, schedule=schedule)
