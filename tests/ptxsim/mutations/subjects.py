@@ -1,4 +1,4 @@
-"""What is mutated: decodes of a bundle, and kernels of the silicon corpus; and what a mutant does.
+"""What is mutated: decodes of a bundle and kernels of the silicon corpus; and what a mutant does.
 
 A mutant is reported where, under any schedule, the simulator raises a fault or an output is not what it must be.
 """
@@ -65,10 +65,8 @@ class Subject(Protocol):
         """What is reported of a mutant (of the kernel itself where None) under a schedule; empty where nothing is."""
 
 
-SHORT = (77,) * 33
-SPLITS = {"fair:0": ((20 * 128, 0, 77), 20), "late:0": ((16 * 128, *SHORT), 16), "": ((35 * 128, 300, 77), 35)}
-"""Lengths and splits, by schedule, that send the merging of chunks each of its ways: batches of 32 splits, groups of
-16 of them, and what is left of both. Few splits are merged in the problem that verifies a decode."""
+PROBLEMS = {"late:0": ((18 * 128, 0, 77), 18)}
+"""Lengths and splits by schedule, where they are not those of `verify --sim`: splits in both halves of a warp."""
 
 
 class Mutants:
@@ -96,11 +94,10 @@ def _broken(mutation: MapMutation, spec: TensorMapSpec) -> TensorMapSpec:
 
 
 class Decode:
-    """A paged decode, on the problem that verifies it or, where `split`, on sequences of many chunks."""
+    """A paged decode, which merges the splits of its sequences."""
 
-    def __init__(self, root: Path, arch: str, key: str, *, split: bool = False) -> None:
-        self.root, self.arch, self.key, self.split = root, arch, key, split
-        self.name = f"{key}:split" if split else key
+    def __init__(self, root: Path, arch: str, key: str) -> None:
+        self.root, self.arch, self.name = root, arch, key
         bundle = Bundle.open(root)
         artifact = next(a for a in bundle.manifest.artifacts if a.key == key)
         self.text = bundle.read(artifact.emitted["ptx"]).decode()
@@ -117,10 +114,10 @@ class Decode:
         try:
             # Other values under each schedule: what is wrong for few values gets several chances.
             seed = 7 + sum(schedule.encode()) % 100
-            task = Task(self.root, self.arch, self.key, schedule)
+            task = Task(self.root, self.arch, self.name, schedule)
             with subject(driver, task, seed) as called:
-                if self.split:
-                    keys, splits = SPLITS.get(schedule, SPLITS[""])
+                if schedule in PROBLEMS:
+                    keys, splits = PROBLEMS[schedule]
                     found = decode(called, keys=keys, splits=splits)
                 else:
                     found = decode(called)

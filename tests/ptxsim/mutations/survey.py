@@ -1,9 +1,9 @@
 """Break every kernel in every way, and write what became of each mutant.
 
-    PYTHONPATH=src:tests python -m ptxsim.mutations.survey --bundle build/kernels/sm_90a --out table.md
+    PYTHONPATH=src:tests python -m ptxsim.mutations.survey --bundle build/smoke --out table.md
 
-The bundle is that of kernel_specs/smoke.yaml for sm_90a. The corpus needs none. Results are appended to a file of
-JSON lines beside the table, and what stands there already is not run again.
+The bundle is that of kernel_specs/smoke.yaml for sm_90a and sm_110a. The corpus needs none. Results are appended to a
+file of JSON lines beside the table, and what stands there already is not run again.
 """
 
 from __future__ import annotations
@@ -27,27 +27,25 @@ ENTRIES = (
 )  # fmt: skip
 """Kernels of the silicon corpus that synchronise."""
 DECODES = (
-    ("d128-p16-kvfp8", False),
-    ("d128-p16-kvfp8", True),
-    ("d128-p32-kvfp8-q4-t32-pdlon", False),
-    ("d128-p16-kvbf16", False),
+    "paged_decode-sm_90a-mma-d128-p16-kvfp8",
+    "paged_decode-sm_110a-mma-d128-p16-kvbf16",
+    "paged_decode-sm_90a-mma-d128-p32-kvfp8-q4-t32-pdlon",
 )
-"""(the decode, whether its sequences are split into many chunks)."""
-ARCH = "sm_90a"
+"""Decodes of kernel_specs/smoke.yaml."""
 
 
 def subjects(bundle: Path | None, folder: Path, chosen: set[str]) -> Iterator[Subject]:
-    """What is broken: kernels of the bundle, then entries of the corpus (their bundle is written to `folder`)."""
-    for axes, split in DECODES if bundle is not None else ():
-        assert bundle is not None
-        decode = Decode(bundle, ARCH, f"paged_decode-{ARCH}-mma-{axes}", split=split)
-        if not chosen or decode.name in chosen:
-            yield decode
+    """What is broken: entries of the corpus (their bundle is written to `folder`), then kernels of the bundle."""
     entries = [name for name in ENTRIES if not chosen or name in chosen]
     if entries:
         root = corpus_bundle.write(folder, [corpus()[name] for name in entries])
         for name in entries:
             yield Corpus(root, name)
+    for key in DECODES if bundle is not None else ():
+        assert bundle is not None
+        if not chosen or key in chosen:
+            arch = key.split("-")[1]
+            yield Decode(bundle / arch, arch, key)
 
 
 def survey(found: Iterable[Subject], log: Path, schedules: Sequence[str] = SCHEDULES) -> None:
@@ -96,7 +94,7 @@ def table(found: list[dict[str, str]]) -> str:
 def main() -> None:
     """Run the survey and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", type=Path, help="smoke bundle for sm_90a; without it the corpus alone is broken")
+    parser.add_argument("--bundle", type=Path, help="folder of smoke bundles; without it the corpus alone is broken")
     parser.add_argument("--out", type=Path, default=Path("mutations.md"))
     parser.add_argument("--kernels", default="", help="names of what to break, separated by commas; all otherwise")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="tried in this order until one reports")
