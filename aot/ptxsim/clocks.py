@@ -8,7 +8,9 @@ lanes of a warp are as unordered as two warps until bar.warp.sync or a barrier o
 has in common and its own accesses.
 
 There are two planes: what happened before, and of that what the async proxy may see, which `fence.proxy.async` raises
-to the first. Clocks start at 1; memory that nobody touched holds 0.
+to the first. Kernels that order tensor memory by tcgen05.fence have two more: what accesses to it may rely on (a thread
+offers its own accesses by fence::before_thread_sync), and what joins that at the next fence::after_thread_sync.
+Clocks start at 1; memory that nobody touched holds 0.
 
 Columns of a clock, for each CTA of the cluster: its threads; the agents of its async proxy; bulk writes to global
 memory of each warp; and of each warp how often it learned something of other clusters (global_order.py).
@@ -26,13 +28,17 @@ ASYNC_AGENTS = 8
 """Agents of the async proxy a CTA: the last is the tensor core's pipe, mbarriers share the others in order of use."""
 PIPE = -(1 << 20)
 """Stands for the pipe where a barrier's address is expected."""
+TENSOR, TENSOR_NEXT = 2, 3
+"""Planes of what accesses to tensor memory may rely on: now, and from the next fence on."""
 Array = Any
 
 
 class Clocks:
     """Clocks of all resident CTAs; those of a cluster know each other. Holders of clocks are warps and async agents."""
 
-    def __init__(self, slots: int, wpc: int, cluster: int, rank: Array, base: Array) -> None:
+    def __init__(
+        self, slots: int, wpc: int, cluster: int, rank: Array, base: Array, tensor_fences: bool = False
+    ) -> None:
         self.wpc, self.cluster, self.rank, self.base = wpc, cluster, rank, base
         self.threads = wpc * LANES
         self.span = self.threads + ASYNC_AGENTS + 2 * wpc
@@ -40,7 +46,8 @@ class Clocks:
         self.agents = cluster * self.span
         self.holders = wpc + ASYNC_AGENTS
         """Holders of a CTA."""
-        self.clock = np.zeros((slots, self.holders, 2, self.agents), np.int32)
+        self.planes = 4 if tensor_fences else 2
+        self.clock = np.zeros((slots, self.holders, self.planes, self.agents), np.int32)
         self.now = np.ones((slots, wpc), np.int32)
         """The stretch that each warp is in."""
         self.bulk = np.zeros((slots, wpc), np.int32)
@@ -113,8 +120,8 @@ class Clocks:
     # -- ordering ------------------------------------------------------------------------------
 
     def fresh(self) -> Array:
-        """What an object that orders knows at first: nothing. Shape (2, agents)."""
-        return np.zeros((2, self.agents), np.int32)
+        """What an object that orders knows at first: nothing. Shape (planes, agents)."""
+        return np.zeros((self.planes, self.agents), np.int32)
 
     def release(self, known: Array, slot: int, warp: int, lanes: Any = None) -> None:
         """`lanes` of a warp (all, a number, or bools) publish what they know into an object, in place."""
@@ -138,7 +145,9 @@ class Clocks:
     def acquire(self, known: Array, slot: int, local: int) -> None:
         """A warp learns what an object knows."""
         clock = self.clock[slot, local]
-        np.maximum(clock, known, out=clock)
+        np.maximum(clock[:2], known[:2], out=clock[:2])
+        if self.planes > TENSOR:
+            np.maximum(clock[TENSOR_NEXT], known[TENSOR], out=clock[TENSOR_NEXT])
 
     def converge(self, g: Gang, mask: Any) -> None:
         """bar.warp.sync: what each lane did becomes known to its warp."""
@@ -150,6 +159,19 @@ class Clocks:
         else:
             rows, lanes = np.nonzero(mask)
             self.clock[slot[rows], warp[rows], 0, columns[rows, lanes]] = now[rows]
+        self.now[slot, warp] = now + 1
+
+    def tensor_fence(self, g: Gang, mask: Any, before: bool) -> None:
+        """tcgen05.fence: before_thread_sync offers what its lanes did, after_thread_sync takes what was offered."""
+        slot, warp = g.cta[:, 0], g.warps % self.wpc
+        if not before:
+            clock = self.clock[slot, warp]
+            self.clock[slot, warp, TENSOR] = np.maximum(clock[:, TENSOR], clock[:, TENSOR_NEXT])
+            return
+        rows, lanes = np.nonzero(g.lanes() if mask is None else mask)
+        now = self.now[slot, warp]
+        columns = (self.rank[slot] * self.span + warp * LANES)[rows] + lanes
+        self.clock[slot[rows], warp[rows], TENSOR, columns] = now[rows]
         self.now[slot, warp] = now + 1
 
     def fence_async(self, g: Gang, mask: Any) -> None:

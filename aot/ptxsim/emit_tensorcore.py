@@ -34,8 +34,8 @@ def tensor(scope: Scope, instr: Instr) -> None:
             scope.emit(f"rt.tensor_dealloc({lead}, {address}, {columns})")
         case Allocation(operation="relinquish_alloc_permit"):
             scope.emit(f"rt.tensor_relinquish(g, {scope.mask(guard)})")
-        case Order():  # fences order what the pipe and its checks order already
-            pass
+        case Order():
+            scope.emit(f"rt.tensor_fence(g, {scope.mask(guard)}, {found.what == 'fence::before_thread_sync'})")
         case _:
             instr.unknown("is not executed")
 

@@ -94,7 +94,16 @@ class Machine(Deadlocks):
         self.cluster_base = np.arange(slots) - self.rank
         self.block_index = np.zeros((slots, 3), np.int64)
         self.races = (
-            Races(slots, self.wpc, self.cluster_size, self.shared.stride, kernel.unit, self.rank, self.cluster_base)
+            Races(
+                slots,
+                self.wpc,
+                self.cluster_size,
+                self.shared.stride,
+                kernel.unit,
+                self.rank,
+                self.cluster_base,
+                kernel.strict_tensor_order,
+            )
             if checks.races
             else None
         )

@@ -44,8 +44,18 @@ def _grid(rows: int, count: int) -> tuple[Array, Array]:
 class Races(Clocks):
     """Clocks, and the shared memory of all resident CTAs."""
 
-    def __init__(self, slots: int, wpc: int, cluster: int, stride: int, unit: int, rank: Any, base: Any) -> None:
-        super().__init__(slots, wpc, cluster, rank, base)
+    def __init__(
+        self,
+        slots: int,
+        wpc: int,
+        cluster: int,
+        stride: int,
+        unit: int,
+        rank: Any,
+        base: Any,
+        tensor_fences: bool = False,
+    ) -> None:
+        super().__init__(slots, wpc, cluster, rank, base, tensor_fences)
         self.unit = unit
         self.units = stride // unit
         self.writer = np.zeros(slots * self.units, np.int16)

@@ -2,10 +2,10 @@
 
 Units are 16 lanes x 1 column. A warp's loads and stores, and the pipe of a CTA, are agents; within an agent the order
 of issue holds. A store counts until its wait::st, when its clock is set anew; meeting a store before its wait is a
-fault by itself. So does a load until its wait::ld: before that, nothing that the warp says to others covers it.
-Loads and stores are the whole warp's, so what any of its lanes publishes covers them.
-Freeing columns counts as a write of all of them, so that a warp which frees what others still use is reported whatever
-the schedule.
+fault by itself. Generated code leaves out wait::ld and tcgen05.fence; a kernel that has any tcgen05.fence is held to
+both: a load counts until its wait::ld, and accesses by different threads need a fence on each side of what orders
+them. Loads and stores are the whole warp's, so what any of its lanes publishes covers them. Freeing columns counts as a
+write of all of them, so that a warp which frees what others still use is reported whatever the schedule.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from cubinery.aot.ptxsim.clocks import TENSOR
 from cubinery.aot.ptxsim.faults import RaceFault, TensorMemoryFault
 from cubinery.aot.ptxsim.isa.tensor_memory import COLUMNS, LANES, AccessForm, cells, split
 from cubinery.aot.ptxsim.races import Races
@@ -30,6 +31,7 @@ GROUP = 16
 UNITS = LANES // GROUP * COLUMNS
 """Units of a CTA's tensor memory."""
 NOBODY = -1
+FREES = "frees"
 UNDER_WAY = np.iinfo(np.int32).max
 """The clock of a load that nobody waited for yet."""
 
@@ -57,6 +59,8 @@ class TensorOrder:
 
     def __init__(self, races: Races, slots: int) -> None:
         self.races = races
+        self.strict = races.planes > TENSOR
+        """Order takes tcgen05.fence, and loads take their time until wait::ld."""
         self.writer = np.full(slots * UNITS, NOBODY, np.int16)
         self.write_clock = np.zeros(slots * UNITS, np.int32)
         self.read_clock = np.zeros((slots * UNITS, races.cluster * races.holders), np.int32)
@@ -80,7 +84,7 @@ class TensorOrder:
         """tcgen05.ld by row's warp."""
         at, agent, own = self._begin(rt, g, row, k, slot, units, "loads")
         self._written_before(rt, g, row, k, at, "loads", agent)
-        self.read_clock[at, agent] = own
+        self.read_clock[at, agent] = UNDER_WAY if self.strict else own
         self.loading.setdefault(int(g.warps[row]), []).append(at)
 
     def store(self, rt: Access, g: Gang, row: int, k: int, slot: int, units: Array) -> None:
@@ -92,8 +96,8 @@ class TensorOrder:
 
     def free(self, rt: Access, g: Gang, row: int, k: int, slot: int, units: Array) -> None:
         """tcgen05.dealloc by row's warp."""
-        at, agent, _ = self._begin(rt, g, row, k, slot, units, "frees")
-        self._untouched(rt, g, row, k, at, "frees", agent)
+        at, agent, _ = self._begin(rt, g, row, k, slot, units, FREES)
+        self._untouched(rt, g, row, k, at, FREES, agent)
         self.writer[at] = NOBODY  # whoever is given the columns next comes after
         self.write_clock[at] = self.read_clock[at] = 0
 
@@ -150,10 +154,10 @@ class TensorOrder:
         cta, local = divmod(mine, self.races.wpc)
         return at, self.races.holder(cta, local), int(self.races.now[cta, local])
 
-    def _known(self, g: Gang, row: int) -> Array:
+    def _known(self, g: Gang, row: int, plane: int = 0) -> Array:
         """What row's warp knows of each holder; of itself everything."""
         cta, local = divmod(int(g.warps[row]), self.races.wpc)
-        known = self.races.by_holder(self.races.clock[cta, local, 0], np.maximum)
+        known = self.races.by_holder(self.races.clock[cta, local, plane], np.maximum)
         known[self.races.holder(cta, local)] = self.races.now[cta, local]
         return known
 
@@ -169,6 +173,10 @@ class TensorOrder:
         late = (writer != NOBODY) & (writer != agent) & (self.write_clock[at] > self._known(g, row)[writer])
         if late.any():
             self._report(rt, g, row, k, at, does, "written", writer, late)
+        if self.strict and does != FREES:
+            late = (writer != NOBODY) & (writer != agent) & (self.write_clock[at] > self._known(g, row, TENSOR)[writer])
+            if late.any():
+                self._report(rt, g, row, k, at, does, "written", writer, late, "without tcgen05.fence on both sides")
 
     def _untouched(self, rt: Access, g: Gang, row: int, k: int, at: Array, does: str, agent: int) -> None:
         """All earlier accesses by others are known to row's warp."""
@@ -180,16 +188,24 @@ class TensorOrder:
             waits = self.read_clock[at, by] == UNDER_WAY
             done = "loaded" if waits[int(np.argmax(late))] else "read"
             self._report(rt, g, row, k, at, does, done, by, late)
+        if self.strict and does != FREES:
+            reads = self.read_clock[at] > self._known(g, row, TENSOR)
+            reads[:, agent] = False
+            if reads.any():
+                late, by = reads.any(axis=1), reads.argmax(axis=1)
+                self._report(rt, g, row, k, at, does, "read", by, late, "without tcgen05.fence on both sides")
 
     def _report(
-        self, rt: Access, g: Gang, row: int, k: int, at: Array, does: str, done: str, by: Array, late: Array
-    ) -> NoReturn:
+        self, rt: Access, g: Gang, row: int, k: int, at: Array, does: str, done: str, by: Array, late: Array,
+        missing: str = "with nothing that orders the two",
+    ) -> NoReturn:  # fmt: skip
         first = int(np.argmax(late))
         slot, unit = divmod(int(at[first]), UNITS)
         lane, column = unit // COLUMNS * GROUP, unit % COLUMNS
         agent = int(by[first])
         block = tuple(rt.block_index[slot].tolist())
-        missing = "before its tcgen05.wait::ld" if done == "loaded" else "with nothing that orders the two"
+        if done == "loaded":
+            missing = "before its tcgen05.wait::ld"
         detail = (
             f"{does} tensor memory of block {block}, lanes {lane} to {lane + GROUP - 1}, column {column}, "
             f"{done} by {self._name(agent)}, {missing}"

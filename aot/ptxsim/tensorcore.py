@@ -271,6 +271,16 @@ class TensorCore(Warpgroup):
             step = Step(run, (slot,), (column, column + form.form.columns), lanes, self.kernel.instrs[k].line)
             self._push(_STORES + warp, slot, step)
 
+    def tensor_fence(self, g: Gang, mask: Any, before: bool) -> None:
+        """tcgen05.fence: for the order of accesses by different threads."""
+        if self.races is not None:
+            self.races.tensor_fence(g, mask, before)
+
+    def tensor_misuse(self, g: Gang, mask: Any, k: int, detail: str) -> None:
+        """An instruction that tensor_registers.py found to be wrong is executed."""
+        if self.races is not None and (mask is None or mask.any()):
+            self.fail(TensorMemoryFault, detail, g, k)
+
     def tensor_wait(self, g: Gang, k: int, then: int, what: str) -> None:
         """wait::ld has nothing to wait for here; wait::st waits for the warp's stores."""
         order = self._tensor().order

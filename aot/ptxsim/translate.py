@@ -15,6 +15,7 @@ from cubinery.aot.ptxsim.memory import GENERIC, SHARED_BASE
 from cubinery.aot.ptxsim.parser import parse
 from cubinery.aot.ptxsim.program import Segment, defined, segments, used
 from cubinery.aot.ptxsim.syntax import Entry, Module, Variable
+from cubinery.aot.ptxsim.tensor_registers import early_uses, strict
 
 
 @dataclass(slots=True)
@@ -53,6 +54,9 @@ class Translation:
         self.lets_go = any(i.opcode == "griddepcontrol" and "launch_dependents" in i.modifiers for i in self.instrs)
         """A dependent launch may start before this one has ended."""
         self._misuses = misuses(cut)
+        self._early = early_uses(cut)
+        self.strict_tensor_order = strict(self.instrs)
+        """Accesses to tensor memory by different threads need tcgen05.fence: the kernel has some."""
         self.segments = [self._compile(segment) for segment in cut]
 
     # -- addresses -----------------------------------------------------------------------------
@@ -112,6 +116,9 @@ class Translation:
     def _emit(self, scope: Scope, instr: Instr) -> None:
         if id(instr) in self._misuses:
             scope.emit(f"rt.wgmma_misuse(g, {self.index(instr)}, {self._misuses[id(instr)]!r})")
+        if id(instr) in self._early:
+            mask = scope.mask(scope.guard(instr.guard))
+            scope.emit(f"rt.tensor_misuse(g, {mask}, {self.index(instr)}, {self._early[id(instr)]!r})")
         emit(scope, instr)
 
     def _compile(self, segment: Segment) -> Compiled:

@@ -61,3 +61,72 @@ def test_columns_that_change_hands_start_anew() -> None:
     """
     free = "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r20, 512;"
     assert run(program(body, STORE, STORED, LOAD, free), 64, threads=64).tolist() == np.arange(64).tolist()
+
+
+# Warps 0 and 4 reach the same lanes. Warp 0 stores, warp 4 loads; both stand at barrier 1 in between.
+BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
+HAND_OVER = """
+mov.b32 %r1, smem; setp.lt.u32 %p2, %r9, 32; setp.ge.u32 %p3, %r9, 128; and.b32 %r4, %r9, 31;
+@!%p2 bra ALLOCATED; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;
+ALLOCATED: bar.sync 0; ld.shared.b32 %r30, [%r1]; mov.b32 %r31, 7;
+@!%p2 bra STORED; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r30], {%r4}; tcgen05.wait::st.sync.aligned; BEFORE
+STORED: bar.sync 1; @!%p3 bra LOADED; AFTER
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r31}, [%r30]; EARLY tcgen05.wait::ld.sync.aligned; SECOND
+LOADED: bar.sync 2; @!%p2 bra END; THIRD tcgen05.st.sync.aligned.32x32b.x1.b32 [%r30], {%r9};
+tcgen05.wait::st.sync.aligned; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r30, 32;
+END: @%p3 st.global.b32 [%rd9], %r31;
+"""
+
+
+def hand_over(schedule: str = "fair", **without: str) -> list[int]:
+    """Fences by their places, each left out or replaced if it is named; what warp 4 found."""
+    text = HAND_OVER.replace("EARLY", without.pop("EARLY", "").replace(";", "; "))
+    for place, fence in (("BEFORE", BEFORE), ("AFTER", AFTER), ("SECOND", BEFORE), ("THIRD", AFTER)):
+        text = text.replace(place, without.get(place, fence))
+    return run(text.replace("%r30], {", "%r30], {"), 160, threads=160, schedule=schedule)[128:].tolist()
+
+
+@each_schedule
+def test_tensor_memory_handed_over_with_fences(schedule: str) -> None:
+    assert hand_over(schedule) == list(range(32))
+
+
+@each_schedule
+def test_kernels_without_any_such_fence_are_not_held_to_it(schedule: str) -> None:
+    """As generated code is."""
+    assert hand_over(schedule, BEFORE="", AFTER="", SECOND="", THIRD="") == list(range(32))
+
+
+@each_schedule
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("BEFORE", "loads tensor memory .* written by warp 0, without tcgen05.fence on both sides"),
+        ("AFTER", "loads tensor memory .* written by warp 0, without tcgen05.fence on both sides"),
+        ("SECOND", "stores over tensor memory .* read by warp 4, without tcgen05.fence on both sides"),
+        ("THIRD", "stores over tensor memory .* read by warp 4, without tcgen05.fence on both sides"),
+    ],
+)
+def test_one_fence_left_out(place: str, message: str, schedule: str) -> None:
+    with pytest.raises(RaceFault, match=message):
+        hand_over(schedule, **{place: ""})
+
+
+@each_schedule
+def test_the_wait_for_a_load_left_out(schedule: str) -> None:
+    text = HAND_OVER.replace("tcgen05.wait::ld.sync.aligned;", "")
+    for place, fence in (("EARLY", ""), ("BEFORE", BEFORE), ("AFTER", AFTER), ("SECOND", BEFORE), ("THIRD", AFTER)):
+        text = text.replace(place, fence)
+    text = text.replace("@%p3 st.global.b32 [%rd9], %r31;", "")  # which would use the register
+    with pytest.raises(RaceFault, match=r"stores over tensor memory .* loaded by warp 4, before its tcgen05\.wait::ld"):
+        run(text, 160, threads=160, schedule=schedule)
+
+
+def test_a_register_used_before_the_wait_for_its_load() -> None:
+    assert hand_over(EARLY="mov.b32 %r33, %r31;") == list(range(32))
+    with pytest.raises(TensorMemoryFault, match=r"uses a register that tcgen05\.ld fills, before tcgen05\.wait::ld"):
+        hand_over(EARLY="add.s32 %r33, %r31, 1;")
+    with pytest.raises(TensorMemoryFault, match=r"uses a register that tcgen05\.ld fills, before tcgen05\.wait::ld"):
+        hand_over(EARLY="mov.b32 %r33, %r31; add.s32 %r34, %r33, 1;")
+    none = dict.fromkeys(("BEFORE", "AFTER", "SECOND", "THIRD"), "")
+    assert hand_over(EARLY="add.s32 %r33, %r31, 1;", **none) == list(range(32))

@@ -78,7 +78,8 @@ STORE = f"""
 {BASE} mov.b32 %r40, 0x40400000;
 tcgen05.st.sync.aligned.32x32b.x8.b32 [%r30], {{%r40, %r40, %r40, %r40, %r40, %r40, %r40, %r40}};
 """
-STORED = "tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 0;"
+STORED = """tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 0;
+tcgen05.fence::after_thread_sync;"""
 
 
 @each_schedule
