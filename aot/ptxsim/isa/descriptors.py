@@ -71,6 +71,8 @@ def decode(value: int, blackwell: bool) -> SmemDescriptor:
         )
     if field(14, 2) or field(30, 2) or field(53, 8) or (field(52, 1) and not blackwell):
         raise DescriptorFault(f"shared-memory descriptor {value:#018x}: reserved bits are set")
+    if field(49, 3) and not SWIZZLES[_LAYOUTS[layout]].bits:
+        raise DescriptorFault(f"shared-memory descriptor {value:#018x}: a base offset, and no swizzle")
     if field(52, 1):
         raise DescriptorFault(f"shared-memory descriptor {value:#018x}: absolute leading offsets need K = 96")
     return SmemDescriptor(

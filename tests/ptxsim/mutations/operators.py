@@ -91,6 +91,12 @@ def _flipped(bit: int) -> Edit:
     return lambda m: f"{{ .reg .b64 bad; xor.b64 bad, {m[2]}, {1 << bit}; {m[1]}bad{m[3]} }}"
 
 
+def _after(bytes_: int) -> Edit:
+    """An address moved on. Groups are what stands before it, the base, its offset or nothing, and what stands after."""
+    return lambda m: f"{m[1]}{m[2]}+{int(m[3] or 0) + bytes_}{m[4]}"
+
+
+_AT = r"(%?\w+)(?:\+(\d+))?"
 _EXPECT = rf"({_GUARD}mbarrier\.arrive\.expect_tx[^;]*, )(\d+)(;)"
 _INIT = rf"({_GUARD}mbarrier\.init[^;]*\], )(\d+)(;)"
 _COPY = (
@@ -123,6 +129,20 @@ OPERATORS: tuple[tuple[str, str, Edit], ...] = (
     ("drop init", rf"{_GUARD}mbarrier\.init[^;]*;", _drop),
     ("init count + 1", _INIT, _number(lambda n: n + 1)),
     ("init count - 1", _INIT, _number(lambda n: n - 1)),
+    ("arrive at the next mbarrier", rf"({_GUARD}mbarrier\.arrive(?!\.expect_tx)[^;\[]*\[){_AT}(\][^;]*;)", _after(8)),
+    ("expect at the next mbarrier", rf"({_GUARD}mbarrier\.arrive\.expect_tx[^;\[]*\[){_AT}(\][^;]*;)", _after(8)),
+    ("wait at the next mbarrier", rf"({_GUARD}mbarrier\.try_wait[^;\[]*\[){_AT}(\][^;]*;)", _after(8)),
+    (
+        "copy counted at the next mbarrier",
+        rf"({_GUARD}cp\.async\.bulk\.[^;]*complete_tx[^;]*, \[){_AT}(\][^;\[]*;)",
+        _after(8),
+    ),
+    (
+        "copy to 128 bytes further",
+        rf"({_GUARD}cp\.async\.bulk\.[^;\[]*complete_tx[^;\[]*\[){_AT}(\][^;]*;)",
+        _after(128),
+    ),
+    ("another barrier", r"(\bbar\.(?:sync|arrive)\s+)(\d+)([,;])", _number(lambda n: (n + 1) % 16)),
     ("drop copy", rf"{_GUARD}cp\.(?:reduce\.)?async\.bulk\.(?!commit|wait|prefetch)[^;]*;", _drop),
     ("copy twice", rf"{_GUARD}cp\.async\.bulk\.[^;]*complete_tx[^;]*;", lambda m: f"{m[0]} {m[0]}"),
     ("swap coordinates 0, 1", _COPY, _swapped(0)),

@@ -172,18 +172,18 @@ class Verdict:
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in what takes longer."""
+    """Raise OutOfTime in what takes more time of the processor."""
 
     def ring(_number: int, _frame: FrameType | None) -> Any:
         raise OutOfTime
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def examine(
