@@ -216,7 +216,7 @@ class SimPrepared:
         """Run to the end. Raises Fault."""
         driver, kernel, config = self.driver, self.kernel, self.config
         self._check()
-        params = self._ptx_params()
+        params, known = self._ptx_params(), kernel.translation.entry.directives
 
         def machine(share: int, clusters: range | None) -> Machine:
             return Machine(
@@ -235,6 +235,7 @@ class SimPrepared:
                 tracer=driver.tracer,
                 progress=driver.progress if clusters is None else None,
                 predecessor=driver.footprint if config.pdl else None,
+                registers=kernel.info.registers if {"reqntid", "maxntid", "maxnreg"} & known.keys() else 0,
             )
 
         for v in kernel.translation.static_globals:  # global memory like any other: there before a share begins

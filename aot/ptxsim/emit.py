@@ -48,7 +48,6 @@ def emit(scope: Scope, instr: Instr) -> None:
 def nothing(_scope: Scope, instr: Instr) -> None:
     """Hints and resource directives that change no value."""
     known = {
-        "setmaxnreg": {"inc", "dec", "sync", "aligned", "u32"},
         "griddepcontrol": {"launch_dependents"},
         "prefetch": {
             "global", "local", "L1", "L2", "L2::evict_last", "L2::evict_normal", "tensormap", "param", "const",
@@ -59,6 +58,16 @@ def nothing(_scope: Scope, instr: Instr) -> None:
     }  # fmt: skip
     if set(instr.modifiers) - known[instr.opcode]:
         instr.unknown("modifier is not executed")
+
+
+def registers(scope: Scope, instr: Instr) -> None:
+    """9.7.19.5 setmaxnreg."""
+    words = instr.modifiers
+    if words[0] not in ("inc", "dec") or words[1:] != ("sync", "aligned", "u32"):
+        instr.unknown("modifier is not executed")
+    count = scope.raw(instr.operands[0], "b32")
+    lead = f"g, {scope.mask(scope.guard(instr.guard))}, {index_of(scope, instr)}"
+    scope.emit(f"rt.set_registers({lead}, {count}, {words[0] == 'inc'})")
 
 
 def trap(scope: Scope, instr: Instr) -> None:
@@ -100,7 +109,7 @@ EMITTERS: dict[str, Callable[[Scope, Instr], None]] = {
     "ldmatrix": matrix_load,
     "stmatrix": matrix_store,
     "cp": copy,
-    "setmaxnreg": nothing,
+    "setmaxnreg": registers,
     "griddepcontrol": nothing,
     "prefetch": nothing,
     "prefetchu": nothing,

@@ -19,6 +19,7 @@ from cubinery.aot.ptxsim.heap import keep_freed_memory
 from cubinery.aot.ptxsim.isa.base import DTYPES
 from cubinery.aot.ptxsim.memory import Block, GlobalMemory, SharedMemory
 from cubinery.aot.ptxsim.races import Races
+from cubinery.aot.ptxsim.register_pool import RegisterPool
 from cubinery.aot.ptxsim.schedule import Counters, Fair, Pending, Ready
 from cubinery.aot.ptxsim.special import SpecialRegisters
 from cubinery.aot.ptxsim.state import LANES, Gang, join, spread
@@ -61,11 +62,13 @@ class Machine(Deadlocks):
         tracer: Tracer | None = None,
         progress: Callable[[int, int], None] | None = None,
         predecessor: Footprint | None = None,
+        registers: int = 0,
     ) -> None:
         """`params` in the layout of the PTX. At most `resident` CTAs run at a time (whole clusters).
 
         `clusters` are those of the grid that run, by number, as one share of the launch; all of them where None.
-        `predecessor` is what the launch before touched, where this one may overlap with it.
+        `predecessor` is what the launch before touched, where this one may overlap with it. `registers` are those
+        of a thread at launch, or 0 where setmaxnreg need not be checked.
         """
         self.kernel, self.memory, self.checks, self.tracer, self.progress = kernel, memory, checks, tracer, progress
         self.grid, self.block, self.cluster, self.dynamic_smem = grid, block, cluster, dynamic_smem
@@ -91,6 +94,7 @@ class Machine(Deadlocks):
         self.footprint = Footprint() if checks.races and (kernel.lets_go or not whole) else None
         self.predecessor, self.waited = predecessor if checks.races else None, np.zeros(slots, bool)
         self.gone = np.zeros(slots, bool)
+        self.register_pool = RegisterPool(slots, self.wpc, registers)
         self.cluster_base = np.arange(slots) - self.rank
         self.block_index = np.zeros((slots, 3), np.int64)
         self.races = (
@@ -265,6 +269,15 @@ class Machine(Deadlocks):
     def special(self, g: Gang, name: str) -> Any:
         """A special register."""
         return self.specials.read(g, name)
+
+    def set_registers(self, g: Gang, mask: Any, k: int, count: Any, increase: bool) -> None:
+        """setmaxnreg."""
+        counts = spread(count, len(g))
+        for row in range(len(g)):
+            if mask is None or mask[row].any():
+                slot, warp = divmod(int(g.warps[row]), self.wpc)
+                if wrong := self.register_pool.set(slot, warp, int(counts[row, 0]), increase):
+                    self.fail(LaunchFault, wrong, g.rows([row]), k)
 
     def trap(self, g: Gang, mask: Any, k: int) -> None:
         if mask is None or mask.any():

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cubinery.aot.ptxsim.faults import RaceFault, TransactionFault
+from cubinery.aot.ptxsim.faults import DeadlockFault, RaceFault, TransactionFault
+from cubinery.aot.ptxsim.register_pool import RegisterPool
 from cubinery.aot.ptxsim.state import Gang, packed, spread
 from cubinery.aot.ptxsim.waits import Waits
 
@@ -25,6 +26,7 @@ class Residents(Waits):
     """The first one that does not run here."""
     finished: int
     progress: Callable[[int, int], None] | None
+    register_pool: RegisterPool
     _threads_of_cta: Any
     """Lanes that a CTA has: bool (warps, 32)."""
     _undefined: list[Any]
@@ -43,6 +45,8 @@ class Residents(Waits):
             )
             self.block_index[slot + rank] = [a * c + w for a, c, w in zip(at, self.cluster, within, strict=True)]
         self.next_cta += self.cluster_size
+        for each in range(slot, slot + self.cluster_size):
+            self.register_pool.start(each)
         self.waited[slot : slot + self.cluster_size] = self.gone[slot : slot + self.cluster_size] = False
         first, count = slot * self.wpc, self.cluster_size * self.wpc
         self.live[first : first + count] = np.tile(self._threads_of_cta, (self.cluster_size, 1))
@@ -103,6 +107,8 @@ class Residents(Waits):
     def _gone(self, slot: int) -> None:
         """A CTA has exited: who uses its shared memory must have been done, as far as one of its threads knows."""
         self.gone[slot] = True
+        if lacking := self.register_pool.lacking(slot):
+            raise DeadlockFault(lacking, self.place(None, len(self.kernel.instrs) - 1))
         use = None if self.races is None or self.cluster_size == 1 else self.races.outlives(slot)
         if use is not None:
             block = tuple(self.block_index[slot].tolist())
