@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -373,9 +374,16 @@ def segment_source(scope: Scope, segment: Segment, emit: Emitter, wait: Callable
     return f"def segment(F, g, rt):\n{body}"
 
 
+@lru_cache(maxsize=2048)
+def _code(source: str, name: str) -> CodeType:
+    """A kernel that is translated again with a line changed, as a mutant is, has most segments unchanged."""
+    code: CodeType = compile(source, name, "exec")
+    return code
+
+
 def build(source: str, name: str, constants: dict[str, Any]) -> Callable[..., Any]:
     """Compile a segment's source to a function."""
-    code: CodeType = compile(source, name, "exec")
+    code = _code(source, name)
     space: dict[str, Any] = {"np": np, **constants}
     exec(code, space)
     function: Callable[..., Any] = space["segment"]

@@ -74,7 +74,8 @@ def launch_values(config: DecodeConfig) -> dict[str, Any]:
 def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], seed: int = SEED) -> dict[str, Any]:
     """Tensors of a random problem, by their names in `Plan.run`.
 
-    Pages that no sequence owns hold NaN, or the largest value of a format without; the table's padding is invalid.
+    Pages that no sequence owns hold NaN, or the largest value of a format without; the table's padding names such pages
+    by turns with pages that do not exist, beginning with one that does (an empty sequence must look up neither).
     So are pages before a window, and queries of tokens that a sequence does not bring hold NaN.
     """
     import torch
@@ -88,6 +89,8 @@ def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], see
     for row, count in enumerate(blocks):
         table[row, :count] = order[taken : taken + count]
         taken += count
+    for row, count in enumerate(blocks):
+        table[row, count::2] = order[taken]
     # Some sequences bring all tokens, some fewer, none included.
     tokens = [config.q_len - i % (config.q_len + 1) if config.q_lens else config.q_len for i in range(len(lengths))]
     gone = [
