@@ -142,7 +142,7 @@ OPERATORS: tuple[tuple[str, str, Edit], ...] = (
         rf"({_GUARD}cp\.async\.bulk\.[^;\[]*complete_tx[^;\[]*\[){_AT}(\][^;]*;)",
         _after(128),
     ),
-    ("another barrier", r"(\bbar\.(?:sync|arrive)\s+)(\d+)([,;])", _number(lambda n: (n + 1) % 16)),
+    ("another barrier", r"(\bbar\.(?:sync|arrive)\s+)(\d+)(,)", _number(lambda n: (n + 1) % 16)),
     ("drop copy", rf"{_GUARD}cp\.(?:reduce\.)?async\.bulk\.(?!commit|wait|prefetch)[^;]*;", _drop),
     ("copy twice", rf"{_GUARD}cp\.async\.bulk\.[^;]*complete_tx[^;]*;", lambda m: f"{m[0]} {m[0]}"),
     ("swap coordinates 0, 1", _COPY, _swapped(0)),
