@@ -75,8 +75,6 @@ class Mutants:
     def __init__(self, arch: str, root: Path, target: str, text: str) -> None:
         self._arch, self._root, self._target, self._text = arch, root, target, text
         self._last: tuple[AnyMutation | None, MutantDriver] | None = None
-        self._unbroken = MutantDriver(arch, [root], texts={target: text})
-        """Translates the text that mutants of tensor maps share."""
 
     def driver(self, mutation: AnyMutation | None, schedule: str) -> MutantDriver:
         """A driver that runs the mutant (the kernel itself where None) under a schedule."""
@@ -85,7 +83,6 @@ class Mutants:
             driver = MutantDriver(self._arch, [self._root], texts={self._target: text})
             if isinstance(mutation, MapMutation):
                 driver.break_map = partial(_broken, mutation)
-                driver._translations = self._unbroken._translations
             self._last = mutation, driver
         driver = self._last[1]
         driver.schedule = partial(named_schedule, schedule)
