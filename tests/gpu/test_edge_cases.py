@@ -223,7 +223,7 @@ def test_edge_19_padding_items_change_nothing(gpu: Gpu, kv_format: str) -> None:
 
 @FORMATS
 def test_edge_20_a_workspace_of_nan(gpu: Gpu, kv_format: str) -> None:
-    case = edge(gpu, [1024, 100, 2000, 0, 128], kv_format=kv_format)
+    case = edge(gpu, [1024, 100, 2500, 0, 128], kv_format=kv_format)
     plan = gpu.plan(case, force_splits=5)
     counts = plan.splits.splits[:, 0].tolist()
     assert min(counts) == 1

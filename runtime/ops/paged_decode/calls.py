@@ -28,9 +28,9 @@ class Call:
         self.enqueue = self.decode.enqueue
         self._held: list[tuple[Any, int | None]] = []
         self.addresses: tuple[int | None, ...] = ()
-        """Of Q, K, V, the block table, O and LSE."""
+        """Of Q, K, V, the block table, O, LSE and the workspace (None where the plan's own is used)."""
         self.others: list[tuple[Any, int | None]] = []
-        """Descales, workspace, sinks, q_lens and block scales, where they are tensors."""
+        """Descales, sinks, q_lens and block scales, where they are tensors."""
         self.key: tuple[Any, ...] = ()
         self.table_keys = 0
         """Keys that a row of the block table has room for."""
@@ -42,7 +42,7 @@ class Call:
     def remember(self, given: tuple[Any, ...], scales: tuple[Any, ...], recent: Recent) -> None:
         """Enter these arguments in `recent`, where they stay for as long as all their tensors live."""
         recent.pop(self.key, None)
-        key = self.key = (*map(id, given), *scales)
+        key = self.key = _key(given, scales)
         table = weakref.ref(recent)  # else each entry would keep its own table alive
 
         def gone(_: Any) -> None:
@@ -52,8 +52,8 @@ class Call:
         # Numbers are kept, so that their ids stay theirs; tensors are not, they belong to the caller.
         self._held = [(weakref.ref(x, gone), x.data_ptr()) if hasattr(x, "data_ptr") else (x, None) for x in given]
         pointers = [pointer for _, pointer in self._held]
-        self.addresses = (*pointers[:4], *pointers[7:9])
-        self.others = [held for held in (*self._held[4:7], *self._held[9:]) if held[1] is not None]
+        self.addresses = (*pointers[:4], *pointers[7:10])
+        self.others = [held for held in (*self._held[4:7], *self._held[10:]) if held[1] is not None]
         recent[key] = self
 
     def same(self, given: tuple[Any, ...]) -> list[bool]:
@@ -64,12 +64,18 @@ class Call:
         ]
 
     def moved(self) -> bool:
-        """A descale or workspace among the remembered tensors has been given other memory."""
+        """One of `others` has been given other memory."""
         for reference, pointer in self.others:
             tensor = reference()
             if tensor is None or tensor.data_ptr() != pointer:
                 return True
         return False
+
+
+def _key(given: tuple[Any, ...], scales: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `Plan.run` looks a call up by: arguments that most calls leave out only count where one is given."""
+    always, rest = (*given[:4], *given[7:10]), (*given[4:7], *given[10:])
+    return (*map(id, always), *scales, *(map(id, rest) if any(x is not None for x in rest) else ()))
 
 
 def pick(kernel: Kernel, values: Values) -> Values:

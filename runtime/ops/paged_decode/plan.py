@@ -259,11 +259,12 @@ class Plan:
         raw = self._current() if stream is None else raw_stream(self.decode.torch_device, stream)
         # The launches of an earlier run with these very objects need no second look: the table holds an entry
         # only while all its tensors live, so equal ids mean the same tensors.
-        key = (
-            id(q), id(k_cache), id(v_cache), id(block_table), id(q_descale), id(k_descale), id(v_descale),
-            id(out), id(lse), id(workspace), id(sinks), id(q_lens), id(k_scales), id(v_scales), softmax_scale,
-            out_scale,
+        key: tuple[Any, ...] = (
+            id(q), id(k_cache), id(v_cache), id(block_table), id(out), id(lse), id(workspace), softmax_scale, out_scale
         )  # fmt: skip
+        if not (q_descale is k_descale is v_descale is sinks is q_lens is k_scales is v_scales is None):
+            rest = (q_descale, k_descale, v_descale, sinks, q_lens, k_scales, v_scales)
+            key = (*key, *map(id, rest))
         try:
             call = None if check_block_table else self._recent.get(key)
         except TypeError:  # a scale that is no number; the checks will say so
@@ -275,7 +276,7 @@ class Plan:
             or call.addresses
             != (
                 q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), out.data_ptr(),
-                lse.data_ptr(),
+                lse.data_ptr(), None if workspace is None else workspace.data_ptr(),
             )
             or (call.others and call.moved())
         ):  # fmt: skip

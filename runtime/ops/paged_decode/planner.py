@@ -140,7 +140,7 @@ def plan_splits(
 
     `seq_lens` are keys per sequence, new tokens included. `q_tiles` is how many CTAs share the
     packed query rows of a KV head. `max_splits` defaults to 16 (`thor`) or MAX_SPLITS (`balanced`).
-    `force_splits` (0 is off) cuts the longest sequence into that many chunks. `pad_to` (0 is off) is
+    `force_splits` (0 is off) cuts the longest sequence into at most that many chunks, and others into chunks as long. `pad_to` (0 is off) is
     the exact length of the work list; `balanced` splits less to stay within it. `lone_tile_cost` is the
     configuration's (see LONE_TILE_COST). `checked` says that `seq_lens` comes from `host_lengths`.
 
@@ -277,10 +277,14 @@ def _balanced_counts(
         forced: Ints = np.minimum((tiles + (chunk - 1)) // chunk, most)[0]
         return forced
     share = -(-16 * total * ctas // sm_count)
-    chunks = np.append(np.minimum(np.maximum((_FACTORS * share + 255) >> 8, 1), longest), longest)[:, None]
-    counts = np.minimum((tiles + (chunks - 1)) // chunks, most)
+    chunks = np.append(np.minimum(np.maximum((_FACTORS * share + 255) >> 8, 1), longest), longest)
+    # Quotients of integers below 2^31 round to the right ones in float64, and numpy divides those several times faster.
+    lengths = tiles.astype(np.float64)
+    quotients = np.ceil(lengths / chunks[:, None])
+    np.minimum(quotients, most, out=quotients)
+    peak = np.ceil((lengths / quotients).max(axis=1)).astype(np.int64)
+    counts = quotients.astype(np.int64)
     items = counts.sum(axis=1)
-    peak = ((tiles + (counts - 1)) // counts).max(axis=1)
     even = (16 * total + ITEM_COST * items) * ctas // sm_count
     grid = items * ctas
     # One CTA an SM, or as many as fit there, or CTAs that wait for others to end.
