@@ -84,17 +84,20 @@ class SplitPlan:
         sequence; partial slot, items of the sequence (the result of a single one goes straight to O), its first
         partial slot, and 0.
         """
-        seq = self.work[:, 0]
-        device = np.zeros((self.num_work, 8), np.int32)
-        device[:, 0] = seq
-        np.multiply(self.work[:, 1:3], TILE_KEYS, out=device[:, 1:3])
-        keys = lengths.take(seq)
-        device[:, 3] = keys
-        np.minimum(device[:, 2], keys, out=device[:, 2])
-        device[:, 4] = self.work[:, 3]
-        device[:, 5:7] = self.splits.take(seq, axis=0)
-        device[self.num_items :] = -1
-        return device
+        columns = np.zeros((8, self.num_work), np.int32)
+        seq, begin, end, keys, slot, counts, first = columns[:7]
+        seq[:], begin[:], end[:], slot[:] = self.work.T
+        lengths.take(seq, out=keys)
+        begin *= TILE_KEYS
+        end *= TILE_KEYS
+        np.minimum(end, keys, out=end)
+        if self.num_partials:
+            counts[:], first[:] = self.splits.take(seq, axis=0).T
+        else:
+            counts[:] = 1
+        if self.num_items < self.num_work:
+            columns[:, self.num_items :] = -1
+        return np.ascontiguousarray(columns.T)
 
 
 def host_lengths(seq_lens: Any) -> Ints:
@@ -277,14 +280,20 @@ def _balanced_counts(
         forced: Ints = np.minimum((tiles + (chunk - 1)) // chunk, most)[0]
         return forced
     share = -(-16 * total * ctas // sm_count)
-    chunks = np.append(np.minimum(np.maximum((_FACTORS * share + 255) >> 8, 1), longest), longest)
+    tried = [chunk for chunk in ((f * share + 255) >> 8 or 1 for f in CHUNK_FACTORS) if chunk < longest]
+    whole = np.ones_like(tiles)
+    if not tried:  # a share of the work is longer than any sequence
+        return whole
+    # Only sequences longer than the shortest chunk are ever cut.
+    cut = tiles > tried[0]
+    chunks = np.array([*tried, longest], np.float64)[:, None]
     # Quotients of integers below 2^31 round to the right ones in float64, and numpy divides those several times faster.
-    lengths = tiles.astype(np.float64)
-    quotients = np.ceil(lengths / chunks[:, None])
-    np.minimum(quotients, most, out=quotients)
+    lengths = tiles[cut].astype(np.float64)
+    quotients = np.minimum(np.ceil(lengths / chunks), most[cut])
     peak = np.ceil((lengths / quotients).max(axis=1)).astype(np.int64)
+    np.maximum(peak, int(tiles[~cut].max(initial=1)), out=peak)
     counts = quotients.astype(np.int64)
-    items = counts.sum(axis=1)
+    items = counts.sum(axis=1) + (len(tiles) - len(lengths))
     even = (16 * total + ITEM_COST * items) * ctas // sm_count
     grid = items * ctas
     # One CTA an SM, or as many as fit there, or CTAs that wait for others to end.
@@ -296,9 +305,8 @@ def _balanced_counts(
         estimate[items > pad_to] = _NEVER
     # Of estimates within 4 % of the least, the longest chunks: fewer items cost less traffic and planning.
     good = 25 * estimate <= 26 * estimate.min()
-    found: Ints = counts[len(chunks) - 1 - int(good[::-1].argmax())]
-    return found
+    whole[cut] = counts[len(chunks) - 1 - int(good[::-1].argmax())]
+    return whole
 
 
-_FACTORS = np.array(CHUNK_FACTORS)
 _NEVER = 1 << 50
