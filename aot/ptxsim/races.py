@@ -29,10 +29,12 @@ _LANE = np.arange(LANES)
 class _Units:
     """Units that a gang touches, flat: each with its row and lane. `lanes` None: all lanes touch each of them."""
 
-    __slots__ = ("at", "lanes", "rows")
+    __slots__ = ("at", "lanes", "row", "rows")
 
-    def __init__(self, at: Array, rows: Array, lanes: Array | None) -> None:
+    def __init__(self, at: Array, rows: Array, lanes: Array | None, row: int = 0) -> None:
         self.at, self.rows, self.lanes = at, rows, lanes
+        self.row = row
+        """Row of the gang from which `rows` count."""
 
 
 @lru_cache(maxsize=64)
@@ -256,7 +258,7 @@ class Races(Clocks):
         self, rt: Access, g: Gang, k: int, u: _Units, late: Array, does: str, done: str, by: Array
     ) -> None:  # fmt: skip
         first = int(np.argmax(late))
-        row, column = int(u.rows[first]), int(by[first])
+        row, column = int(u.rows[first]) + u.row, int(by[first])
         address = int(u.at[first] % self.units) * self.unit
         slot, warp = int(g.cta[row, 0]), int(g.warps[row]) % self.wpc
         same = 0 <= column - self.first(slot, warp) < LANES
@@ -277,7 +279,7 @@ class Races(Clocks):
             known = known.copy()
             first = self.first(slot, warp)
             known[first : first + LANES] = self.now[slot, warp]
-        u = _Units(at, np.zeros(len(at), np.int64), lanes)
+        u = _Units(at, np.zeros(len(at), np.int64), lanes, row)
         return u, np.array([self.first(slot, warp)]), np.array([self.holder(slot, warp)]), known[None]
 
     def async_write(
@@ -289,9 +291,8 @@ class Races(Clocks):
         Where it writes through the async `proxy`, ordinary stores to the same place need a proxy fence before it.
         """
         u, first, holder, known = self._issued(g, row, lane, at)
-        one = g.rows([row])
-        self._after_write(rt, one, k, u, first, known, "writes")
-        self._after_reads(rt, one, k, u, first, holder, known, "writes")
+        self._after_write(rt, g, k, u, first, known, "writes")
+        self._after_reads(rt, g, k, u, first, holder, known, "writes")
         if proxy:
             self._check_proxy(rt, g, row, k, at, "overwritten")
         agent = self.agent(slot, local)
@@ -307,7 +308,7 @@ class Races(Clocks):
     ) -> int:
         """A copy or matrix instruction issued by row's warp reads units `at` through the async proxy."""
         u, first, _, known = self._issued(g, row, lane, at)
-        self._after_write(rt, g.rows([row]), k, u, first, known, "reads")
+        self._after_write(rt, g, k, u, first, known, "reads")
         self._check_proxy(rt, g, row, k, at, "read")
         agent = self.agent(slot, local)
         clock = self.clock[slot, local]
