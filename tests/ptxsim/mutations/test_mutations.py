@@ -22,7 +22,7 @@ CORPUS: dict[str, set[str]] = {
 """Kernels of which every mutant runs, and the classes of those that are as good as the original (docs/results)."""
 KINDS = (
     "drop fence", "drop CTA barrier", "drop arrive", "expect_tx + 16", "drop wait", "flip parity",
-    "swap coordinates 2, 3",
+    "swap coordinates 2, 3", "atomic that does not acquire", "atomic that does not release",
 )  # fmt: skip
 """Of the decode, the first mutant of each of these."""
 TEXT = """
