@@ -110,7 +110,7 @@ def test_shared_memory_of_a_function_is_one_and_its_local_memory_is_each_threads
     setp.eq.u32 %p, %x, 0; @%p st.shared.b32 [sum], 0; bar.sync 0;
     st.local.b32 [mine], %x; ld.local.b32 %r1, [mine]; atom.shared.add.u32 %r2, [sum], %r1; bar.sync 0; ret; }
     .func (.reg .b32 %out) total()
-    { .shared .align 4 .b32 other; st.shared.b32 [other], 3; ld.shared.b32 %out, [other]; }
+    { .shared .align 4 .b32 other; st.shared.b32 [other], 3; bar.sync 0; ld.shared.b32 %out, [other]; }
     """
     body = """
     .shared .align 4 .b32 sum; st.shared.b32 [sum], 77; bar.sync 0;

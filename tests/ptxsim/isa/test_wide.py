@@ -76,12 +76,9 @@ def test_exchanges_at_one_address_follow_each_other() -> None:
 def test_faults() -> None:
     with pytest.raises(MisalignedFault, match="a multiple of 16"):
         run(REGISTERS + "ld.global.b128 %q1, [%rd3+8];", words=132)
+    half = ".shared .align 16 .b8 x[16]; st.shared.b64 [x], 1; bar.sync 0; ld.shared.b128 %q1, [x];"
     with pytest.raises(UninitialisedFault):
-        run(
-            REGISTERS
-            + ".shared .align 16 .b8 x[16]; st.shared.b64 [x], 1; ld.shared.b128 %q1, [x]; st.global.b128 [%rd3], %q1;",
-            words=128,
-        )
+        run(f"{REGISTERS}{half} st.global.b128 [%rd3], %q1;", words=128)
 
 
 @pytest.mark.parametrize(
