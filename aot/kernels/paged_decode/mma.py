@@ -109,8 +109,8 @@ class PagedDecodeMma(MmaTile):
         self.kernel.set_name_prefix("cubinery_paged_decode_mma", remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tensor_map, tensor_map, q, block_table, work, q_descale, k_descale, v_descale, o, lse, o_partial,
-            m_partial, l_partial, counters, num_kv_heads, n_q, group_size, num_pages, ring_depth,
-            block_table_stride, q_seq, q_token, q_head, o_seq, o_token, o_head, q_descale_seq, q_descale_head, k_descale_seq,
+            m_partial, l_partial, counters, num_kv_heads, n_q, group_size, num_pages, ring_depth, block_table_stride,
+            q_seq, q_token, q_head, o_seq, o_token, o_head, q_descale_seq, q_descale_head, k_descale_seq,
             k_descale_head, v_descale_seq, v_descale_head, scale_qs, scale_o, window, sinks, softcap, q_lens, scales,
         ).launch(
             grid=(1, 1, 1),

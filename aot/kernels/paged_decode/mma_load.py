@@ -25,8 +25,9 @@ class Producer(MmaTile):
         self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
         num_stages, depth, scales,
     ):  # fmt: skip
-        """Fill the ring's first `depth` slots. Lane i issues box i of a stage: page i // boxes_per_row, column i % boxes_per_row.
+        """Fill the ring's first `depth` slots.
 
+        Lane i issues box i of a stage: page i // boxes_per_row, column i % boxes_per_row.
         Pages that end before `first_key` are not looked up; without a window nobody asks. `scales` (nvfp4, else None):
         of K and of V, the address of the head's block scales in page 0, and the bytes from page to page and row to row.
         """

@@ -13,7 +13,6 @@ from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import store_f32
 from cubinery.aot.kernels.paged_decode.mma_tile import IS_LAST, LOG2E, NEG_INF, MmaTile
 
-
 FEW_SPLITS = 4
 """Up to so many splits, a warp merges several rows at once."""
 

@@ -141,11 +141,11 @@ def plan_splits(
 ) -> SplitPlan:
     """Plan one decode step.
 
-    `seq_lens` are keys per sequence, new tokens included. `q_tiles` is how many CTAs share the
-    packed query rows of a KV head. `max_splits` defaults to 16 (`thor`) or MAX_SPLITS (`balanced`).
-    `force_splits` (0 is off) cuts the longest sequence into at most that many chunks, and others into chunks as long. `pad_to` (0 is off) is
-    the exact length of the work list; `balanced` splits less to stay within it. `lone_tile_cost` is the
-    configuration's (see LONE_TILE_COST). `checked` says that `seq_lens` comes from `host_lengths`.
+    `seq_lens` are keys per sequence, new tokens included. `q_tiles` is how many CTAs share the packed query rows of a
+    KV head. `max_splits` defaults to 16 (`thor`) or MAX_SPLITS (`balanced`). `force_splits` (0 is off) cuts the longest
+    sequence into at most that many chunks, and others into chunks as long. `pad_to` (0 is off) is the exact length of
+    the work list; `balanced` splits less to stay within it. `lone_tile_cost` is the configuration's (see
+    LONE_TILE_COST). `checked` says that `seq_lens` comes from `host_lengths`.
 
     Raises PlanError for lengths or options that no plan can serve.
     """
