@@ -94,7 +94,7 @@ class Machine(Deadlocks):
         self.footprint = Footprint() if checks.races and (kernel.lets_go or not whole) else None
         self.predecessor, self.waited = predecessor if checks.races else None, np.zeros(slots, bool)
         self.gone = np.zeros(slots, bool)
-        self.register_pool = RegisterPool(slots, self.wpc, registers)
+        self.register_pool = RegisterPool(slots, self.wpc, registers, kernel.warps_wait)
         self.cluster_base = np.arange(slots) - self.rank
         self.block_index = np.zeros((slots, 3), np.int64)
         self.races = (

@@ -53,6 +53,8 @@ class Translation:
         """Bytes of shared memory that the race check tells apart."""
         self.lets_go = any(i.opcode == "griddepcontrol" and "launch_dependents" in i.modifiers for i in self.instrs)
         """A dependent launch may start before this one has ended."""
+        self.warps_wait = any(i.opcode in ("bar", "barrier", "mbarrier") for i in self.instrs)
+        """A warp may wait for others, so that one that never gets its registers holds them up too."""
         self._misuses = misuses(cut)
         self._early = early_uses(cut)
         self.strict_tensor_order = strict(self.instrs)

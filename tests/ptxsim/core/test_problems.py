@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import fields
+from pathlib import Path
 
 from cubinery.aot import problems
+from cubinery.runtime import ops
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.families import configs, families
@@ -21,7 +23,8 @@ def any_config(cls: type[KernelConfig]) -> KernelConfig:
 
 
 def test_every_implementation_has_a_check_or_is_required_by_one_that_has() -> None:
-    for family in families():
+    shipped = {path.name for path in Path(ops.__file__).parent.iterdir()}  # other tests bring a family of their own
+    for family in shipped.intersection(families()):
         known = configs(family)
         checked = {impl for impl in known if problems.check_of(family, impl) is not None}
         parts = {part.impl for impl in checked for part in any_config(known[impl]).requires()}

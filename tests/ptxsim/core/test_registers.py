@@ -8,7 +8,7 @@ from ptx_bench import run
 from cubinery.aot.ptxsim.faults import DeadlockFault, LaunchFault
 
 ROLES = """setp.lt.u32 %p1, %r9, 128; @%p1 bra PRODUCER; setmaxnreg.inc.sync.aligned.u32 {more}; bra OUT;
-PRODUCER: setmaxnreg.dec.sync.aligned.u32 {fewer}; OUT: st.global.b32 [%rd9], %r9;"""
+PRODUCER: setmaxnreg.dec.sync.aligned.u32 {fewer}; OUT: bar.sync 0; st.global.b32 [%rd9], %r9;"""
 
 
 @pytest.mark.parametrize("schedule", ["fair", "delays:1", "priorities:1", "priorities:2", "late:1"])
@@ -18,6 +18,11 @@ def test_two_warpgroups_take_what_one_gives(schedule: str) -> None:
     run(ROLES.format(more=168, fewer=40), 384, **options)
     with pytest.raises(DeadlockFault, match=r"waits for ever for 176 registers .* hold \d+ of the 1536 that 12 warps"):
         run(ROLES.format(more=176, fewer=40), 384, **options)
+
+
+def test_warps_that_wait_for_nobody_always_get_to_their_exit() -> None:
+    """What they held is the others' then: the chip runs this."""
+    run(ROLES.replace("bar.sync 0; ", "").format(more=176, fewer=40), 384, threads=384, registers=128)
 
 
 def test_nothing_is_known_of_the_launch() -> None:
