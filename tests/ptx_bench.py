@@ -60,9 +60,9 @@ def machine(
 ) -> Machine:
     """A machine about to run the kernel on `data`; `extra` arrays are accessible too."""
     memory = GlobalMemory()
-    memory.register(data.ctypes.data, data.nbytes, initialised=initialised, name="data")
+    memory.register(data.ctypes.data, data.nbytes, initialised=initialised, name="data", owner=data)
     for array in extra:
-        memory.register(array.ctypes.data, array.nbytes, name="extra")
+        memory.register(array.ctypes.data, array.nbytes, name="extra", owner=array)
     params = struct.pack("<Q56x128s", data.ctypes.data, tensor_map)
     return Machine(
         translate(body, functions), memory, params, grid=(blocks, 1, 1), block=(threads, 1, 1), cluster=(cluster, 1, 1),

@@ -168,10 +168,15 @@ class GlobalMemory:
                 self.constants.append((found, found + v.size))
         return found
 
-    def register(self, address: int, size: int, *, initialised: bool = True, name: str = "host buffer") -> None:
-        """Make memory of this process accessible; it must stay alive. Replaces registrations that it overlaps."""
+    def register(
+        self, address: int, size: int, *, initialised: bool = True, name: str = "host buffer", owner: Any = None
+    ) -> None:
+        """Make memory of this process accessible; replaces registrations that it overlaps.
+
+        It must stay alive: `owner` is kept for as long as the registration.
+        """
         if size > 0:
-            self.add(Allocation(address, size, initialised, name))
+            self.add(Allocation(address, size, initialised, name, owner))
 
     def add(self, allocation: Allocation) -> None:
         first = bisect.bisect_right(self._bases, allocation.base)

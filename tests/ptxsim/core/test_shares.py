@@ -57,7 +57,7 @@ def launch(
 ) -> Launch:  # fmt: skip
     """Run a kernel of 64 CTAs of one warp in four shares on `data`, which it may change."""
     kernel, memory = translate(body), GlobalMemory()
-    memory.register(data.ctypes.data, data.nbytes, name="data", initialised=initialised)
+    memory.register(data.ctypes.data, data.nbytes, name="data", initialised=initialised, owner=data)
 
     def make(share: int, clusters: range | None) -> Machine:
         return Machine(
