@@ -27,7 +27,6 @@ from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.errors import ConfigError, KeyFormatError
 from cubinery.runtime.families import configs, families, parse_key
 
-
 MOST_CONFIGS = 20_000
 """Of a class with more configurations, so many are tried, picked at random but always the same."""
 
