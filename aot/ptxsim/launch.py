@@ -23,8 +23,8 @@ from cubinery.aot.ptxsim.machine import Machine
 from cubinery.aot.ptxsim.memory import GlobalMemory
 from cubinery.aot.ptxsim.schedule import Counters
 
-WORTH = 0.2
-"""Seconds of work from which on processes are worth their start."""
+WORTH = 1.0
+"""Seconds of work from which on processes are worth their start: each copies the pages that it writes to."""
 
 Maker = Callable[[int, "range | None"], Machine]
 """Makes the machine of a share: its number, and its clusters (None: all)."""

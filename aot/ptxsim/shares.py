@@ -9,7 +9,7 @@ from __future__ import annotations
 from cubinery.aot.ptxsim.isa.base import Instr
 from cubinery.aot.ptxsim.translate import Translation
 
-PAIR = 64
+PAIR = 128
 """CTAs for which there are two shares more. Each takes time for its shadows of memory, and hostile schedules take as
 long for half a share as for a whole one."""
 LEAST, MOST = 24, 16
