@@ -10,31 +10,16 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import FakeDriver, Launch, write_bundle
+from fake_peers import CountingTimer
 from host_kernels import memory, packed
 
 from benchmarks import append
 from benchmarks.append import Row, Shape, measure
-from benchmarks.timing import Time
 from cubinery.aot.references.paged_append import append_rows
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 
 SMALL = Shape(70, 2, 64)
-
-
-class CountingTimer:
-    """Runs what it is given, and says how often."""
-
-    def __init__(self) -> None:
-        self.timed = 0
-
-    def capture(self, call: Callable[[], object]) -> Callable[[], object]:
-        return call
-
-    def time(self, call: Callable[[], object]) -> Time:
-        call()
-        self.timed += 1
-        return Time(10.0, 9.0, 11.0, 1)
 
 
 def write_e2m1(launch: Launch) -> None:

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from decode_problem import Problem
 from fake_driver import FakeDriver, write_bundle
 
 from cubinery.runtime.library import Library
-from cubinery.runtime.ops.paged_decode.op import PagedDecode
+from cubinery.runtime.ops.paged_decode.op import PagedDecode, Plan
 from cubinery.runtime.ops.paged_decode.select import DOMAIN_AXES, outcomes
+
+Make = Callable[..., tuple[PagedDecode, FakeDriver]]
 
 
 @pytest.fixture
@@ -33,3 +38,16 @@ def make_decode(tmp_path: Path) -> Callable[..., tuple[PagedDecode, FakeDriver]]
         return PagedDecode(Library.open(tmp_path, driver=driver), **problem), driver
 
     return make
+
+
+@pytest.fixture
+def p() -> Problem:
+    """Three sequences: of some tiles, of less than one, and of a dozen."""
+    return Problem(lengths=[300, 17, 1500], rng=np.random.default_rng(2), torch=torch)
+
+
+@pytest.fixture
+def made(make_decode: Make, p: Problem) -> tuple[Plan, FakeDriver]:
+    """A plan of `p`, and what its launches go to."""
+    decode, driver = make_decode()
+    return decode.plan(p.lengths, **p.heads), driver

@@ -33,17 +33,6 @@ from cubinery.runtime.ops.paged_decode.tensors import strides
 Make = Callable[..., tuple[PagedDecode, FakeDriver]]
 
 
-@pytest.fixture
-def p() -> Problem:
-    return Problem(lengths=[300, 17, 1500], rng=np.random.default_rng(2), torch=torch)
-
-
-@pytest.fixture
-def made(make_decode: Make, p: Problem) -> tuple[Plan, FakeDriver]:
-    decode, driver = make_decode()
-    return decode.plan(p.lengths, **p.heads), driver
-
-
 F8, BF = torch.float8_e4m3fn, torch.bfloat16
 Q = torch.zeros(3, 8, 128, dtype=BF)
 KV = torch.zeros(118, 16, 2, 128).to(F8)

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from decode_problem import Problem
@@ -17,17 +16,6 @@ from cubinery.runtime.errors import ArgumentError, ConfigError
 from cubinery.runtime.ops.paged_decode.op import PagedDecode, Plan
 
 Make = Callable[..., tuple[PagedDecode, FakeDriver]]
-
-
-@pytest.fixture
-def p() -> Problem:
-    return Problem(lengths=[300, 17, 1500], rng=np.random.default_rng(2), torch=torch)
-
-
-@pytest.fixture
-def made(make_decode: Make, p: Problem) -> tuple[Plan, FakeDriver]:
-    decode, driver = make_decode()
-    return decode.plan(p.lengths, **p.heads), driver
 
 
 @pytest.mark.parametrize(

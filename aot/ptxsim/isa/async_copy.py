@@ -18,6 +18,7 @@ import numpy as np
 
 from cubinery.aot.ptxsim.faults import MisalignedFault
 from cubinery.aot.ptxsim.isa import formats
+from cubinery.aot.ptxsim.isa.atomics import INTEGER
 from cubinery.aot.ptxsim.isa.base import Instr
 
 Array = Any
@@ -47,16 +48,7 @@ def padded(data: Array, size: int) -> Array:
 _INTEGER_TYPES: dict[str, Any] = {
     "u32": np.uint32, "s32": np.int32, "b32": np.uint32, "u64": np.uint64, "s64": np.int64, "b64": np.uint64,
 }  # fmt: skip
-_INTEGER_OPS: dict[str, Callable[[Array, Array], Array]] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "inc": lambda old, new: np.where(old >= new, 0, old + 1),
-    "dec": lambda old, new: np.where((old == 0) | (old > new), new, old - 1),
-}
+_INTEGER_OPS = {name: INTEGER[name] for name in ("add", "min", "max", "and", "or", "xor", "inc", "dec")}
 _FLOAT_TYPES: dict[str, Any] = {"f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64}
 
 

@@ -19,7 +19,7 @@ from cubinery.aot.ptxsim.isa.values import Array, canonical32, flush32, packed16
 
 Function = Callable[..., Any]
 
-_INTEGER: dict[str, Function] = {
+INTEGER: dict[str, Function] = {
     "add": np.add,
     "min": np.minimum,
     "max": np.maximum,
@@ -69,13 +69,13 @@ def atomic(operation: str, kind: str, flush: bool = False) -> tuple[Function, An
     if flush and (operation, kind) == ("add", "f32"):
         return _add_f32_flushed, np.uint32
     if kind == "b128" and operation in ("exch", "cas"):
-        return _INTEGER[operation], WIDE
+        return INTEGER[operation], WIDE
     if operation == "add" and kind in _FLOAT_ADD:
         return _FLOAT_ADD[kind]
     kinds = {
         "add": ("u32", "s32", "u64", "s64"), "min": ("u32", "s32", "u64", "s64"), "max": ("u32", "s32", "u64", "s64"),
         "inc": ("u32",), "dec": ("u32",), "cas": ("b16", "b32", "b64", "u32", "s32", "u64", "s64"),
     }.get(operation, ("b32", "b64", "u32", "s32", "u64", "s64"))  # fmt: skip
-    if operation not in _INTEGER or kind not in kinds:
+    if operation not in INTEGER or kind not in kinds:
         raise ValueError(f".{operation} of .{kind} does not exist")
-    return _INTEGER[operation], np.dtype(f"{'' if kind[0] == 's' else 'u'}int{kind[1:]}").type
+    return INTEGER[operation], np.dtype(f"{'' if kind[0] == 's' else 'u'}int{kind[1:]}").type

@@ -37,24 +37,34 @@ READABLE = next(f for f in dataclasses.fields(DecodeConfig) if f.name == "kv_for
 
 
 @pytest.fixture(scope="module")
-def bundles(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The writers of the smoke spec, and the decodes that read what they write."""
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writers of every format and head_dim, and the decodes that read what they write."""
     out = tmp_path_factory.mktemp("append")
-    items = expand(load_specs([root / "kernel_specs" / "smoke.yaml"]), list(ARCHS))
-    wanted = [item for item in items if isinstance(item.config, AppendConfig)]
-    wanted += expand(load_specs([_spec(out)]), list(ARCHS))
-    report = build(list({item.key: item for item in wanted}.values()), BuildOptions(out=out / "kernels"))
+    report = build(expand(load_specs([_spec(out)]), list(ARCHS)), BuildOptions(out=out / "kernels"))
     assert report.ok, [(row.key, row.error) for row in report.rows]
     return out / "kernels"
 
 
 def _spec(folder: Path) -> Path:
-    """Writers that the smoke spec does not have, and a decode for each of their formats."""
-    file = folder / "more.yaml"
-    lines = [f"  arch: [{', '.join(ARCHS)}]", "  head_dim: [128]", f"  kv_format: [{', '.join(READABLE)}]"]
-    heads = (["impl: append", "matrix:"], ["impl: mma", "matrix:", "  page_size: [16]"])
-    documents = ["\n".join(["family: paged_decode", *head, *lines, "emit: [ptx]"]) for head in heads]
-    file.write_text("\n---\n".join(documents) + "\n")
+    file = folder / "append.yaml"
+    archs = f"arch: [{', '.join(ARCHS)}]"
+    file.write_text(
+        f"""
+family: paged_decode
+impl: append
+matrix: {{{archs}, head_dim: [64, 128], kv_format: [bf16, fp8, e3m2, e2m3, e2m1, nvfp4]}}
+include:
+  - {{{archs}, head_dim: 128, kv_format: nvfp4, pdl: true}}
+  - {{{archs}, head_dim: 256, kv_format: e3m2}}
+  - {{{archs}, head_dim: 512, kv_format: fp8}}
+emit: [ptx]
+---
+family: paged_decode
+impl: mma
+matrix: {{{archs}, head_dim: [128], page_size: [16], kv_format: [{", ".join(READABLE)}]}}
+emit: [ptx]
+"""
+    )
     return file
 
 
