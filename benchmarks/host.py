@@ -31,7 +31,7 @@ from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.kernel import BoundLaunch
 from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import MANIFEST_NAME, Artifact, Manifest
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.op import PagedDecode, Plan
 from cubinery.runtime.ops.paged_decode.streams import Upload, raw_stream
 
@@ -223,13 +223,13 @@ def _upload_starts() -> Iterator[list[int]]:
 def hundred_keys(manifest: Manifest) -> Manifest:
     """A manifest of exactly OPEN_KEYS artifacts: those of `manifest`, then copies of them under other valid keys."""
     artifacts: dict[str, Artifact] = {a.key: a for a in manifest.artifacts[:OPEN_KEYS]}
-    sources = itertools.cycle([a for a in manifest.artifacts if a.impl == DecodeConfig.impl])
+    sources = itertools.cycle([a for a in manifest.artifacts if a.impl == MmaConfig.impl])
     axes = itertools.product(
         (128, 256), (16, 32, 64, 128), ("fp8", "bf16"), range(1, 9), (16, 32, 64), (1, 2), (False, True)
     )
     names = ("head_dim", "page_size", "kv_format", "q_len", "row_tile", "ctas_per_sm", "pdl")
     while len(artifacts) < OPEN_KEYS:
-        config = DecodeConfig.from_axes(dict(zip(names, next(axes), strict=True)))
+        config = MmaConfig.from_axes(dict(zip(names, next(axes), strict=True)))
         source, key = next(sources), config.key(manifest.arch)
         if key not in artifacts:
             artifacts[key] = dataclasses.replace(source, key=key, config=config.axes(), requires=())
@@ -238,7 +238,7 @@ def hundred_keys(manifest: Manifest) -> Manifest:
 
 def _open(library: Library, *, repeats: int) -> Figure:
     """Opening reads manifests alone, so the bundle that is opened here needs no cubins."""
-    held = next(b.manifest for b in library.bundles if any(a.impl == DecodeConfig.impl for a in b.manifest.artifacts))
+    held = next(b.manifest for b in library.bundles if any(a.impl == MmaConfig.impl for a in b.manifest.artifacts))
     with tempfile.TemporaryDirectory(prefix="cubinery-bench-") as folder:
         manifest = hundred_keys(held)
         (Path(folder) / MANIFEST_NAME).write_text(manifest.dumps(), encoding="utf-8")

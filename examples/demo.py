@@ -22,11 +22,11 @@ from cubinery.aot.ptxsim.hosts import watching
 from cubinery.aot.references import tolerances
 from cubinery.aot.references.paged_decode import paged_attention
 from cubinery.runtime import CubineryError, Library
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
 KEYS, KV_HEADS, GROUP = (300, 300), 2, 4
-CONFIG = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8")
+CONFIG = MmaConfig(head_dim=128, page_size=16, kv_format="fp8")
 
 
 def main(folder: str, arch: str | None) -> None:

@@ -23,8 +23,8 @@ _CODES = {"pointer": "Q", "i32": "i", "i64": "q", "f32": "f", "tensor_map": "128
 _RANGES = {"pointer": (0, 2**64 - 1), "i32": (-(2**31), 2**31 - 1), "i64": (-(2**63), 2**63 - 1)}
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
-_MAP_ADDRESS_ALIGN = 16
-_MAP_STRIDE_ALIGN = 16
+_MAP_ALIGN = 16
+_PADDED_MAP_ALIGN = 32
 _MAP_EXTENT_LIMIT = 2**32
 _MAP_STRIDE_LIMIT = 2**40
 
@@ -73,15 +73,16 @@ class TensorMapCache:
 
 def _check_map(spec: TensorMapSpec, address: int, extents: Sequence[int], strides: Sequence[int]) -> None:
     """What cuTensorMapEncodeTiled would refuse with a bare INVALID_VALUE, said by name."""
-    if address <= 0 or address % _MAP_ADDRESS_ALIGN:
-        raise ArgumentError(f"{spec.pointer} = {address:#x}: expected an address on {_MAP_ADDRESS_ALIGN} bytes")
+    align = _PADDED_MAP_ALIGN if spec.dtype.endswith("_align16b") else _MAP_ALIGN
+    if address <= 0 or address % align:
+        raise ArgumentError(f"{spec.pointer} = {address:#x}: expected an address on {align} bytes")
     for name, extent in zip(spec.extents, extents, strict=True):
         if not 1 <= extent <= _MAP_EXTENT_LIMIT:
             raise ArgumentError(f"{name} = {extent}: expected 1 to {_MAP_EXTENT_LIMIT} elements for {spec.name}")
     for name, stride in zip(spec.strides, strides, strict=True):
-        if not 0 <= stride < _MAP_STRIDE_LIMIT or stride % _MAP_STRIDE_ALIGN:
+        if not 0 <= stride < _MAP_STRIDE_LIMIT or stride % align:
             raise ArgumentError(
-                f"{name} = {stride}: expected bytes in multiples of {_MAP_STRIDE_ALIGN}, below 2**40, for {spec.name}"
+                f"{name} = {stride}: expected bytes in multiples of {align}, below 2**40, for {spec.name}"
             )
 
 

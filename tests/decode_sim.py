@@ -18,7 +18,7 @@ from cubinery.aot.spec import Gates
 from cubinery.aot.variants import BuildItem
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.library import Library
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
 
@@ -32,7 +32,7 @@ class Simulated:
     library: Library
 
     def check(
-        self, config: DecodeConfig, p: Problem, *, force_splits: int = 0, causal: bool | None = None,
+        self, config: MmaConfig, p: Problem, *, force_splits: int = 0, causal: bool | None = None,
         window: int | None = None, sinks: Any = None, softcap: float | None = None, q_lens: Any = None,
         **run_options: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
@@ -59,7 +59,7 @@ class Simulated:
         return o, lse
 
 
-def simulate(configs: Iterable[DecodeConfig], arch: str, folder: Path) -> Simulated:
+def simulate(configs: Iterable[MmaConfig], arch: str, folder: Path) -> Simulated:
     """Build the decode kernels and what they require, with their PTX; the compile cache makes it quick."""
     target = resolve(arch)
     needed = {c.key(arch): c for config in configs for c in (config.canonical(), *config.requires())}

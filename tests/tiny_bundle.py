@@ -17,14 +17,14 @@ from cubinery.aot.kernels.paged_decode.abi import declare
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.manifest import Artifact, FileRecord, KernelRecord, Manifest, Resources
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 REGISTERS = 64
 
 
 def configs(**axes: object) -> list[KernelConfig]:
     """A decode configuration and what it requires."""
-    decode = DecodeConfig.from_axes({"head_dim": 128, "page_size": 16, "kv_format": "fp8", **axes})
+    decode = MmaConfig.from_axes({"head_dim": 128, "page_size": 16, "kv_format": "fp8", **axes})
     return [decode, *decode.requires()]
 
 

@@ -25,6 +25,8 @@ class Tolerance:
 PAGED_DECODE: dict[str, Tolerance] = {
     # P is rounded to bf16 before P.V, O is rounded to bf16.
     "mma": Tolerance(o_relative_l2=5e-3, lse_absolute=1e-3),
+    # P is rounded to e4m3 where Q is e4m3.
+    "tcgen05": Tolerance(o_relative_l2=3e-2, lse_absolute=1e-3),
 }
 """By implementation."""
 

@@ -14,10 +14,10 @@ from cubinery.aot.variants import check_closure, expand
 from cubinery.runtime.arch import ARCHS
 from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.select import outcomes
 
-CHOICES = {f.name: set(f.metadata["choices"]) for f in fields(DecodeConfig) if f.name != "causal"}
+CHOICES = {f.name: set(f.metadata["choices"]) for f in fields(MmaConfig) if f.name != "causal"}
 """Values by axis; without a causal mask a kernel is that of q_len 1."""
 FEATURES = ("window", "sinks", "softcap", "q_lens")
 
@@ -28,7 +28,7 @@ def test_the_default_spec_is_what_its_domain_needs(root: Path, arch: str) -> Non
     items = expand(specs, [arch])
     check_closure(specs, items)
     needed = {c.key(arch) for spec in specs for domain, _ in spec.domain for c in outcomes(domain, arch)}
-    held = {item.key for item in items if isinstance(item.config, DecodeConfig)}
+    held = {item.key for item in items if isinstance(item.config, MmaConfig)}
     assert held == needed
     assert 90 <= len(held) <= 120
 
@@ -62,7 +62,7 @@ def fits(head_dim: int, **axes: object) -> bool:
     found = set()
     for arch in ARCHS.values():
         for q_dtype in CHOICES["q_dtype"]:
-            config = DecodeConfig(head_dim=head_dim, page_size=16, q_dtype=q_dtype, **axes)  # type: ignore[arg-type]
+            config = MmaConfig(head_dim=head_dim, page_size=16, q_dtype=q_dtype, **axes)  # type: ignore[arg-type]
             try:
                 config.check_arch(arch)
                 found.add(True)

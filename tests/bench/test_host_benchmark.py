@@ -16,14 +16,14 @@ from benchmarks import build, host, launch_loop
 from benchmarks.report import figure_lines
 from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import Manifest
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def library(tmp_path: Path) -> Library:
-    config = DecodeConfig(head_dim=128, page_size=64, kv_format="fp8")
+    config = MmaConfig(head_dim=128, page_size=64, kv_format="fp8")
     write_bundle(tmp_path, "sm_90a", [config, *config.requires()])
     return Library.open(tmp_path, driver=FakeDriver(("sm_90a",)))
 

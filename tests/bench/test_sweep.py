@@ -19,7 +19,7 @@ from benchmarks.sweep import BASE, Measured, Point
 from benchmarks.timing import Time
 from cubinery.aot.references.paged_decode import paged_attention
 from cubinery.runtime.library import Library
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.quantize import QuantizedKv, dequantize_kv
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_a_missing_point_is_listed_and_its_neighbours_meet() -> None:
 
 
 def test_the_library_is_measured_at_a_point(tmp_path: Path) -> None:
-    config = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8", ctas_per_sm=1)
+    config = MmaConfig(head_dim=128, page_size=16, kv_format="fp8", ctas_per_sm=1)
     write_bundle(tmp_path, "sm_90a", [config, *config.requires()])
     driver = FakeDriver(("sm_90a",))
     driver.on_launch = HostKernels(2, config.row_tile, 1, causal=True)
@@ -125,7 +125,7 @@ def test_a_narrow_format_must_meet_both_limits() -> None:
 
 def test_formats_are_measured_where_they_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without kernels nothing is allocated: each row says what is missing."""
-    config = DecodeConfig(head_dim=256, page_size=16, kv_format="fp8")
+    config = MmaConfig(head_dim=256, page_size=16, kv_format="fp8")
     write_bundle(tmp_path, "sm_90a", [config, *config.requires()])
     library = Library.open(tmp_path, driver=FakeDriver(("sm_90a",)))
     found = list(sweep.measure_formats(library, CountingTimer(), None, CPU))
@@ -158,7 +158,7 @@ def test_keys_of_an_unknown_arch_are_an_error(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_whole_sweep_without_kernels_lists_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DecodeConfig(head_dim=64, page_size=16, kv_format="fp8")
+    config = MmaConfig(head_dim=64, page_size=16, kv_format="fp8")
     write_bundle(tmp_path, "sm_90a", [config, *config.requires()])
     library = Library.open(tmp_path, driver=FakeDriver(("sm_90a",)))
     monkeypatch.setattr(sections, "GpuTimer", lambda *_, **__: CountingTimer())

@@ -20,7 +20,7 @@ from cubinery.runtime.errors import BundleError
 from cubinery.runtime.families import parse_key
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -73,7 +73,7 @@ def launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`decode_key` runs over every decode kernel of the bundle, `append_key` over every cache writer."""
-    for name, kind in (("decode_key", DecodeConfig), ("append_key", AppendConfig)):
+    for name, kind in (("decode_key", MmaConfig), ("append_key", AppendConfig)):
         if name in metafunc.fixturenames:
             library = opened()
             keys = library.keys() if isinstance(library, Library) else ()

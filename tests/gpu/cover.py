@@ -15,30 +15,30 @@ from functools import cache
 
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.errors import ConfigError
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 ARCH = "sm_90a"
 Point = tuple[str, object]
 Pair = tuple[Point, Point]
 
 CHOICES: dict[str, tuple[object, ...]] = {
-    f.name: f.metadata["choices"] for f in fields(DecodeConfig) if f.name != "causal"
+    f.name: f.metadata["choices"] for f in fields(MmaConfig) if f.name != "causal"
 }
 """Values of every axis but `causal`: without it a kernel is that of q_len 1."""
 BUDGET = ("head_dim", "kv_format", "q_dtype", "row_tile", "ctas_per_sm")
 """Axes that decide whether a kernel fits; each of the others combines with all."""
 
 
-def pairs(config: DecodeConfig) -> Iterator[Pair]:
+def pairs(config: MmaConfig) -> Iterator[Pair]:
     """Every two axes of a configuration with their values, in the order of the axes."""
     return itertools.combinations(((name, value) for name, value in config.axes().items() if name in CHOICES), 2)
 
 
-def make(axes: dict[str, object]) -> DecodeConfig | None:
+def make(axes: dict[str, object]) -> MmaConfig | None:
     """The configuration of these axes and defaults, if there is a kernel for it."""
     rest = {name: values[0] for name, values in CHOICES.items() if name not in axes}
     try:
-        config = DecodeConfig(**(rest | axes))  # type: ignore[arg-type]
+        config = MmaConfig(**(rest | axes))  # type: ignore[arg-type]
         config.check_arch(resolve(ARCH))
     except ConfigError:
         return None
@@ -46,7 +46,7 @@ def make(axes: dict[str, object]) -> DecodeConfig | None:
 
 
 @cache
-def fitting() -> tuple[DecodeConfig, ...]:
+def fitting() -> tuple[MmaConfig, ...]:
     """A configuration for each combination of BUDGET that fits."""
     products = itertools.product(*(CHOICES[name] for name in BUDGET))
     configs = (make(dict(zip(BUDGET, values, strict=True))) for values in products)
@@ -64,7 +64,7 @@ def possible() -> set[Pair]:
     return found
 
 
-def cover(built: Iterable[DecodeConfig], seed: int = 1) -> list[DecodeConfig]:
+def cover(built: Iterable[MmaConfig], seed: int = 1) -> list[MmaConfig]:
     """Few configurations that have all pairs which `built` lacks, found greedily."""
     missing = possible() - {pair for config in built for pair in pairs(config)}
     rng = random.Random(seed)
@@ -77,11 +77,11 @@ def cover(built: Iterable[DecodeConfig], seed: int = 1) -> list[DecodeConfig]:
     return chosen
 
 
-def _gain(config: DecodeConfig, missing: set[Pair]) -> int:
+def _gain(config: MmaConfig, missing: set[Pair]) -> int:
     return sum(pair in missing for pair in pairs(config))
 
 
-def _complete(wanted: dict[str, object], rng: random.Random) -> DecodeConfig:
+def _complete(wanted: dict[str, object], rng: random.Random) -> MmaConfig:
     """A random kernel that has the wanted values."""
     while True:
         config = make({name: rng.choice(values) for name, values in CHOICES.items()} | wanted)
@@ -89,7 +89,7 @@ def _complete(wanted: dict[str, object], rng: random.Random) -> DecodeConfig:
             return config
 
 
-def line(config: DecodeConfig) -> str:
+def line(config: MmaConfig) -> str:
     """The configuration as an entry of a spec's `include`, defaults left out but for the row tile."""
     keep = {f.name for f in fields(config) if getattr(config, f.name) != f.default} | {"row_tile"}
     spelled = {name: str(v).lower() if isinstance(v, bool) else v for name, v in config.axes().items() if name in keep}
@@ -103,5 +103,5 @@ if __name__ == "__main__":
     from cubinery.aot.variants import expand
 
     specs = load_specs([Path(__file__).parents[2] / "kernel_specs/proof/paged_decode.yaml"])
-    held = [item.config for item in expand(specs, [ARCH]) if isinstance(item.config, DecodeConfig)]
+    held = [item.config for item in expand(specs, [ARCH]) if isinstance(item.config, MmaConfig)]
     print("\n".join(line(config) for config in cover(held)))

@@ -11,7 +11,7 @@ from gpu.problems import Case, same_bits
 from gpu.running import Gpu, check, expect, run
 
 from cubinery.runtime.families import parse_key
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.layouts import LAYOUTS
 
 pytestmark = pytest.mark.gpu
@@ -19,15 +19,15 @@ FORMATS = pytest.mark.parametrize("kv_format", ["fp8", "bf16"])
 BORDERS = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 383, 384, 385, 1023, 1024, 1025]
 
 
-def config_of(gpu: Gpu, key: str) -> DecodeConfig:
+def config_of(gpu: Gpu, key: str) -> MmaConfig:
     config, arch = parse_key(key)
     if arch not in gpu.library.archs_for(gpu.device.index or 0):
         pytest.skip(f"{key} is for another device")
-    assert isinstance(config, DecodeConfig)
+    assert isinstance(config, MmaConfig)
     return config
 
 
-def problem_of(config: DecodeConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+def problem_of(config: MmaConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """(Case fields, choices) that lead to a configuration."""
     fields = {
         "d": config.head_dim, "page_size": config.page_size, "kv_format": config.kv_format, "q_len": config.q_len,
@@ -148,7 +148,7 @@ def test_random_problems(gpu: Gpu, seed: int) -> None:
     rng = np.random.default_rng(1000 + seed)
     archs = gpu.library.archs_for(gpu.device.index or 0)
     configs = [parse_key(key) for key in gpu.library]
-    decodes = [config for config, arch in configs if isinstance(config, DecodeConfig) and arch in archs]
+    decodes = [config for config, arch in configs if isinstance(config, MmaConfig) and arch in archs]
     config = decodes[int(rng.integers(len(decodes)))]
     fields, choices = problem_of(config)
     h_k, group = int(rng.integers(1, 7)), int(rng.integers(1, 17))

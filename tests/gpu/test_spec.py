@@ -14,7 +14,7 @@ from gpu.sanitize import PROBLEMS
 from cubinery.aot.spec import load_specs
 from cubinery.aot.variants import BuildItem, check_closure, expand
 from cubinery.runtime.arch import resolve
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.select import Problem, select
 
 MOST_KEYS = 235
@@ -34,7 +34,7 @@ def test_it_is_small_enough_to_build_often(items: list[BuildItem]) -> None:
 
 
 def test_every_pair_of_axis_values_that_a_kernel_can_have_is_built(items: list[BuildItem]) -> None:
-    built = {pair for item in items if isinstance(item.config, DecodeConfig) for pair in pairs(item.config)}
+    built = {pair for item in items if isinstance(item.config, MmaConfig) for pair in pairs(item.config)}
     missing = sorted(possible() - built, key=str)
     assert not missing, f"{len(missing)} pairs are not built, among them {missing[:5]}: run tests/gpu/cover.py"
 

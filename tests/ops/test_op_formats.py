@@ -12,7 +12,7 @@ from decode_problem import Problem
 from fake_driver import FakeDriver
 
 from cubinery.runtime.errors import ArgumentError
-from cubinery.runtime.ops.paged_decode.config import KV_BITS, DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import KV_BITS, MmaConfig
 from cubinery.runtime.ops.paged_decode.formats import KV_FORMATS
 from cubinery.runtime.ops.paged_decode.layouts import LAYOUTS
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
@@ -29,7 +29,7 @@ def problem(kv_format: str, **fields: Any) -> Problem:
 
 def test_formats_and_bits_agree() -> None:
     assert set(KV_BITS) == set(KV_FORMATS)
-    assert set(DecodeConfig.__dataclass_fields__["kv_format"].metadata["choices"]) == set(KV_FORMATS)
+    assert set(MmaConfig.__dataclass_fields__["kv_format"].metadata["choices"]) == set(KV_FORMATS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -6,7 +6,7 @@ import pytest
 
 from cubinery.runtime.arch import ARCHS, resolve
 from cubinery.runtime.errors import ConfigError
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.select import Problem, outcomes, row_tile_for, select
 
 H200 = resolve("sm_90a")
@@ -65,7 +65,7 @@ def test_choices_can_be_forced() -> None:
 
 def test_non_causal_problems_share_a_kernel_but_keep_their_row_tile() -> None:
     config = select(problem(q_len=8, causal=False), H200)
-    assert config == DecodeConfig(head_dim=128, page_size=16, kv_format="fp8", row_tile=32, ctas_per_sm=1)
+    assert config == MmaConfig(head_dim=128, page_size=16, kv_format="fp8", row_tile=32, ctas_per_sm=1)
 
 
 @pytest.mark.parametrize("bad", [{"group_size": 0}, {"q_len": 0}, {"group_size": True}, {"q_len": 1.0}])

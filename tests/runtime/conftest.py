@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from fake_driver import write_bundle
 
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
-CONFIG = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8")
+CONFIG = MmaConfig(head_dim=128, page_size=16, kv_format="fp8")
 KEY = CONFIG.key("sm_90a")
-OTHER = DecodeConfig(head_dim=128, page_size=64, kv_format="bf16")
+OTHER = MmaConfig(head_dim=128, page_size=64, kv_format="bf16")
 OTHER_KEY = OTHER.key("sm_90a")
 PART_KEY = CONFIG.requires()[0].key("sm_90a")
 

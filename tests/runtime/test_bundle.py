@@ -26,10 +26,10 @@ from cubinery.runtime.errors import (
     ManifestVersionError,
 )
 from cubinery.runtime.manifest import KernelRecord, Manifest, pack_params
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
-CONFIG = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8")
-OTHER = DecodeConfig(head_dim=128, page_size=64, kv_format="bf16")
+CONFIG = MmaConfig(head_dim=128, page_size=16, kv_format="fp8")
+OTHER = MmaConfig(head_dim=128, page_size=64, kv_format="bf16")
 KEY, OTHER_KEY = CONFIG.key("sm_90a"), OTHER.key("sm_90a")
 
 
@@ -86,7 +86,7 @@ def test_a_bundle_of_an_older_minor_version_opens(tmp_path: Path) -> None:
 
 def test_a_hundred_keys_open_quickly(tmp_path: Path) -> None:
     axes = [(p, t, q, d) for p in (16, 32, 64, 128) for t in (16, 32) for q in range(1, 9) for d in (False, True)]
-    make = lambda p, t, q, d: DecodeConfig(  # noqa: E731
+    make = lambda p, t, q, d: MmaConfig(  # noqa: E731
         head_dim=128, page_size=p, kv_format="fp8", row_tile=t, q_len=q, pdl=d, ctas_per_sm=1
     )
     folder = write_bundle(tmp_path, "sm_90a", [make(*a) for a in axes[:100]])

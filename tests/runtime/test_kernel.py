@@ -17,7 +17,7 @@ from cubinery.runtime import Kernel, Library
 from cubinery.runtime.arguments import ArgumentPlan, TensorMapCache
 from cubinery.runtime.errors import ArgumentError
 from cubinery.runtime.manifest import KernelRecord, TensorMapSpec, pack_params
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 KEY = "toy-sm_90a-one"
 MAP = TensorMapSpec("x_map", "x", "bfloat16", (64, 8), (1, 1), (64, "rows"), ("row_bytes",), "128B")
@@ -243,7 +243,7 @@ def test_any_set_of_names_but_the_right_one_is_refused(kernel: Kernel, names: li
 
 
 def test_paged_decode_binds_with_exactly_the_names_of_its_record(bundle: Path, driver: FakeDriver) -> None:
-    config = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8")
+    config = MmaConfig(head_dim=128, page_size=16, kv_format="fp8")
     kernel = Library.open(bundle, driver=driver)[config.key("sm_90a")]
     values = {name: 16 * (i + 1) for i, name in enumerate(kernel.names)}
     kernel.bind(values).launch(0)

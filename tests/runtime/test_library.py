@@ -27,13 +27,13 @@ from cubinery.runtime.errors import (
     KernelNotFoundError,
 )
 from cubinery.runtime.manifest import KernelRecord, Manifest, pack_params
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
-CONFIG = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8")
-OTHER = DecodeConfig(head_dim=128, page_size=64, kv_format="bf16")
+CONFIG = MmaConfig(head_dim=128, page_size=16, kv_format="fp8")
+OTHER = MmaConfig(head_dim=128, page_size=64, kv_format="bf16")
 KEY, OTHER_KEY = CONFIG.key("sm_90a"), OTHER.key("sm_90a")
 PART_KEY = CONFIG.requires()[0].key("sm_90a")
-MISSING = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8", q_len=4)
+MISSING = MmaConfig(head_dim=128, page_size=16, kv_format="fp8", q_len=4)
 
 
 def toy(symbol: str = "toy_0", role: str = "main") -> KernelRecord:
@@ -296,7 +296,7 @@ def test_the_spec_lines_of_a_miss_build_exactly_that_key(bundle: Path, tmp_path:
 
 def test_saved_misses_are_what_the_builder_reads(bundle: Path, tmp_path: Path) -> None:
     library = Library.open(bundle, driver=FakeDriver())
-    for config in (MISSING, MISSING, DecodeConfig(head_dim=256, page_size=16, kv_format="fp8")):
+    for config in (MISSING, MISSING, MmaConfig(head_dim=256, page_size=16, kv_format="fp8")):
         with pytest.raises(KernelNotFoundError):
             library.artifact(config.key("sm_90a"))
     assert len(library.misses) == 2, "each missing key is recorded once"
@@ -309,7 +309,7 @@ def test_saved_misses_are_what_the_builder_reads(bundle: Path, tmp_path: Path) -
 
 def test_misses_from_many_threads_are_recorded_once(bundle: Path) -> None:
     library = Library.open(bundle, driver=FakeDriver())
-    configs = [DecodeConfig(head_dim=128, page_size=16, kv_format="fp8", q_len=q) for q in range(2, 9)]
+    configs = [MmaConfig(head_dim=128, page_size=16, kv_format="fp8", q_len=q) for q in range(2, 9)]
 
     def ask(i: int) -> None:
         with pytest.raises(KernelNotFoundError):

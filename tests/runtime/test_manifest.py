@@ -28,14 +28,14 @@ from cubinery.runtime.manifest import (
     TensorMapSpec,
     pack_params,
 )
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 
 DIGEST = "ab" * 32
 
 
 def decode_artifact(**axes: Any) -> Artifact:
-    config = DecodeConfig(**({"head_dim": 128, "page_size": 16, "kv_format": "fp8"} | axes))
+    config = MmaConfig(**({"head_dim": 128, "page_size": 16, "kv_format": "fp8"} | axes))
     record = dataclasses.replace(declare(config, resolve("sm_90a")), resources=Resources(96, 0, 1024, 2))
     return Artifact(
         config.key("sm_90a"), "paged_decode", "mma", "sm_90a", config.axes(), "c" * 64,

@@ -15,7 +15,7 @@ from cubinery.runtime import manifest as m
 from cubinery.runtime.errors import BundleError
 from cubinery.runtime.manifest import Manifest
 from cubinery.runtime.manifest_kernel import TENSOR_MAP_BITS
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 RECORDS = {
     "artifact": m.Artifact,
@@ -36,7 +36,7 @@ def schema(root: Path) -> Any:
 
 @pytest.fixture
 def document(tmp_path: Path) -> Any:
-    config = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8")
+    config = MmaConfig(head_dim=128, page_size=16, kv_format="fp8")
     return json.loads((write_bundle(tmp_path, "sm_90a", [config, *config.requires()]) / m.MANIFEST_NAME).read_text())
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
-KEY = DecodeConfig(head_dim=128, page_size=16, kv_format="fp8").key("sm_90a")
+KEY = MmaConfig(head_dim=128, page_size=16, kv_format="fp8").key("sm_90a")
 
 ALONE = """
 import importlib.abc, socket, sys

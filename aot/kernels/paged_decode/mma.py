@@ -42,13 +42,13 @@ from cubinery.aot.kernels.paged_decode.mma_merge import SplitMerge
 from cubinery.aot.kernels.paged_decode.mma_store import Epilogue
 from cubinery.aot.kernels.paged_decode.mma_tile import EMPTY, FULL, ITEM_END, OUT_SCALE, MmaTile
 from cubinery.runtime.arch import Arch
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 
 class PagedDecodeMma(MmaTile):
     """Traces the decode kernel of one configuration."""
 
-    def __init__(self, config: DecodeConfig, arch: Arch) -> None:
+    def __init__(self, config: MmaConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.producer, self.consumer = Producer(config, arch), Consumer(config, arch)
         self.epilogue, self.split_merge = Epilogue(config, arch), SplitMerge(config, arch)
@@ -270,7 +270,7 @@ class PagedDecodeMma(MmaTile):
         return (key_end - key_begin + (self.config.stage_keys - 1)) // self.config.stage_keys
 
 
-def entry(config: DecodeConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
+def entry(config: MmaConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
     """The host function to compile for `config` and example arguments that fix its parameter types."""
 
     def pointer(dtype: Any) -> cute.Pointer:

@@ -9,13 +9,13 @@ from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.paged_decode.mma_mask import Mask
 from cubinery.aot.kernels.paged_decode.mma_tile import EMPTY, FULL, LOG2E, NEG_INF, ROW_SCALE, MmaTile
 from cubinery.runtime.arch import Arch
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 
 class Consumer(MmaTile):
     """The computing warps, until their slices' results lie in registers."""
 
-    def __init__(self, config: DecodeConfig, arch: Arch) -> None:
+    def __init__(self, config: MmaConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.mask = Mask(config, arch)
 

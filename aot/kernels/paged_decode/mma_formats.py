@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from cubinery.aot.kernels.common import ptx
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 Pair = tuple[Any, Any]
 """The two registers of a B fragment: 16 (deep) by 8."""
@@ -32,7 +32,7 @@ class Format:
     k_groups = 1
     """Parts that the registers of one load of K are widened in."""
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: MmaConfig) -> None:
         self.pitch = config.box_bytes
         self.pitches: tuple[int, ...] = (self.pitch,)
         """Bytes from one key to the next, by the addresses that a lane has."""
@@ -174,7 +174,7 @@ class E2m1(Format):
     k_log2 = v_log2 = 14
     q_pairs = ((0, 4), (1, 5), (2, 6), (3, 7))
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: MmaConfig) -> None:
         self.k_groups = 1 if config.head_dim == 64 else 2  # two registers each
         super().__init__(config)
 

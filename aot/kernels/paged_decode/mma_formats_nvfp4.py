@@ -11,13 +11,13 @@ from typing import Any
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.paged_decode.mma_formats import E2m1, Pair
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 
 class Nvfp4(E2m1):
     """A lane has, beside its codes' address, that of its scales and which of them are its own."""
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: MmaConfig) -> None:
         super().__init__(config)
         self.pitches = (config.box_bytes, config.scale_bytes)
         self.scales = config.code_bytes

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.paged_decode.mma_formats import Format, Pair
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.formats import E2M3, E3M2, FloatFormat
 
 F16_BIAS = 15
@@ -22,7 +22,7 @@ class SixBit(Format):
     element: ClassVar[FloatFormat]
     q_pairs = ((0, 4), (1, 5), (2, 6), (3, 7))
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: MmaConfig) -> None:
         super().__init__(config)
         self.k_log2 = self.v_log2 = F16_BIAS - self.element.bias
         self.k_loads = config.head_dim // 64

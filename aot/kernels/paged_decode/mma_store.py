@@ -18,13 +18,13 @@ from cubinery.aot.kernels.paged_decode.mma_tile import (
     MmaTile,
 )
 from cubinery.runtime.arch import Arch
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 
 class Epilogue(MmaTile):
     """What the computing warps do after their last stage."""
 
-    def __init__(self, config: DecodeConfig, arch: Arch) -> None:
+    def __init__(self, config: MmaConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.mask = Mask(config, arch)
 

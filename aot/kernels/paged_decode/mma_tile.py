@@ -10,7 +10,7 @@ from cutlass import Int32, cute
 from cubinery.aot.kernels.paged_decode.abi import kv_map
 from cubinery.aot.kernels.paged_decode.mma_kv import FORMATS
 from cubinery.runtime.arch import Arch
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 LOG2E = math.log2(math.e)
 NEG_INF = -math.inf
@@ -31,7 +31,7 @@ CONSUMER_BARRIER = 1
 class MmaTile:
     """Constants of one configuration, derived once."""
 
-    def __init__(self, config: DecodeConfig, arch: Arch) -> None:
+    def __init__(self, config: MmaConfig, arch: Arch) -> None:
         self.config = config
         self.stages = config.stages(arch)
         self.smem_bytes = config.smem_bytes(arch)

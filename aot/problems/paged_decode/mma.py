@@ -1,4 +1,4 @@
-"""A paged decode of the `mma` kernel, of sequences in several chunks, against float64 attention."""
+"""A paged decode of sequences in several chunks, against float64 attention: for `mma`, and for others to use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cubinery.aot.references import tolerances
 from cubinery.aot.references.paged_decode import paged_attention
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.errors import CubineryError
-from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig, MmaConfig
 from cubinery.runtime.ops.paged_decode.quantize import quantize_kv
 
 NUM_KV_HEADS = 2
@@ -28,7 +28,7 @@ def check(subject: Subject) -> Finding:
     return Finding(found.within(tolerances.PAGED_DECODE["mma"]), str(found))
 
 
-def lengths(config: DecodeConfig, arch: str) -> tuple[int, ...]:
+def lengths(config: MmaConfig, arch: str) -> tuple[int, ...]:
     """Keys of each sequence: enough for every chunk to go around the ring of stages, none, and less than a tile."""
     stages = config.stages(resolve(arch)) // 2 + 2  # the ring holds K and V
     tiles = -(-stages * config.stage_keys // TILE_KEYS)
@@ -38,14 +38,16 @@ def lengths(config: DecodeConfig, arch: str) -> tuple[int, ...]:
 def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) -> tolerances.Deviation:
     """How far a decode is from the reference. Raises Fault.
 
-    `keys` are the sequences' lengths (those of `lengths` if there are none), `splits` the chunks of each.
+    `keys` are the sequences' lengths (for `mma`, those of `lengths` if there are none), `splits` the chunks of each.
     """
     from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
     config = subject.config
     assert isinstance(config, DecodeConfig)
     group = max(1, min(config.row_tile, 64 * config.q_len) // config.q_len)
-    keys = tuple(keys) or lengths(config, subject.arch)
+    if not keys:
+        assert isinstance(config, MmaConfig)
+        keys = lengths(config, subject.arch)
     problem = subject.place(**decode_problem(config, group, keys, subject.seed))
     op = PagedDecode(
         subject.library, head_dim=config.head_dim, page_size=config.page_size, kv_format=config.kv_format,

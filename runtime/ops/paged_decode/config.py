@@ -1,218 +1,36 @@
-"""Compile-time axes of paged decode, and the budgets that follow from them.
+"""The paged_decode family's configurations, by implementation.
 
 Shared by the builder and the runtime; imports neither torch nor the compiler.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import ClassVar, Self
-
-from cubinery.runtime.arch import Arch
-from cubinery.runtime.config import KernelConfig, axis
-from cubinery.runtime.errors import ConfigError
+from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
+from cubinery.runtime.ops.paged_decode.decode_config import (
+    HEAD_DIMS,
+    KV_BITS,
+    MAX_SPLITS,
+    NVFP4_BLOCK,
+    TILE_KEYS,
+    DecodeConfig,
+)
+from cubinery.runtime.ops.paged_decode.mma_config import MOST_STAGES, MOST_WARPS, MmaConfig
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
+from cubinery.runtime.ops.paged_decode.tcgen05_config import Tcgen05Config
 
-TILE_KEYS = 128
-"""Keys of one tile: the unit in which the planner cuts sequences into chunks."""
+__all__ = [
+    "CONFIGS",
+    "HEAD_DIMS",
+    "KV_BITS",
+    "MAX_SPLITS",
+    "MOST_STAGES",
+    "MOST_WARPS",
+    "NVFP4_BLOCK",
+    "TILE_KEYS",
+    "DecodeConfig",
+    "MmaConfig",
+    "Tcgen05Config",
+]
 
-NVFP4_BLOCK = 16
-"""Consecutive elements along head_dim that share one nvfp4 scale."""
-
-KV_BITS = {"bf16": 16, "fp8": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4, "nvfp4": 4}
-"""Bits of one stored K or V element, by kv_format."""
-
-HEAD_DIMS = (64, 128, 256, 512)
-"""Elements of one head that the kernels are written for."""
-
-MOST_WARPS = 8
-"""Warps of an SM that compute, shared out among its CTAs: as many as its registers feed."""
-
-MOST_STAGES = 12
-"""Ring stages that there are barriers for."""
-
-MAX_SPLITS = 1024
-"""Most chunks that one sequence may be cut into: more than the CTAs of any GPU here. Merging loops over them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeConfig(KernelConfig):
-    """The `mma` decode kernel: TMA loads, warp-level mma.sync, split-KV; one source for every arch."""
-
-    family: ClassVar[str] = "paged_decode"
-    impl: ClassVar[str] = "mma"
-
-    head_dim: int = axis("d", choices=HEAD_DIMS, doc="elements of one head")
-    page_size: int = axis("p", choices=(16, 32, 64, 128), doc="keys in one page of the cache")
-    kv_format: str = axis("kv", choices=tuple(KV_BITS), doc="stored element of K and V")
-    q_dtype: str = axis("qt", choices=("bf16", "e4m3"), default="bf16", doc="element of Q")
-    q_len: int = axis("q", choices=tuple(range(1, 17)), default=1, doc="new tokens per sequence")
-    causal: bool = axis("causal", choices=(True, False), default=True, doc="token i sees keys up to L - q_len + i")
-    row_tile: int = axis("t", choices=(16, 32, 64, 128), default=16, doc="packed query rows of one CTA")
-    ctas_per_sm: int = axis("cps", choices=(1, 2), default=2, doc="CTAs that must fit one SM")
-    pdl: bool = axis("pdl", choices=(True, False), default=False, doc="programmatic dependent launch")
-    window: bool = axis("win", choices=(True, False), default=False, doc="token i sees so many keys up to its last")
-    sinks: bool = axis("sink", choices=(True, False), default=False, doc="a logit a head in the softmax sum alone")
-    softcap: bool = axis("cap", choices=(True, False), default=False, doc="scores are cap * tanh(score / cap)")
-    q_lens: bool = axis("ql", choices=(True, False), default=False, doc="a sequence brings q_len tokens or fewer")
-
-    def check(self) -> None:
-        """A window ends at each token's own key, so it takes a causal mask. Raises ConfigError."""
-        if self.window and not self.causal:
-            raise ConfigError("paged_decode.mma: window = True with causal = False: expected causal = True")
-
-    def canonical(self) -> Self:
-        """Without a causal mask the kernel does not depend on q_len, and with one token there is no mask."""
-        if not self.causal:
-            return dataclasses.replace(self, q_len=1, causal=True)
-        return self
-
-    def check_arch(self, arch: Arch) -> None:
-        """The warps, the ring and the buffers that share its memory must fit. Raises ConfigError naming the budget."""
-        if self.row_warps * self.col_warps * self.ctas_per_sm > MOST_WARPS:
-            raise ConfigError(
-                f"paged_decode.mma: row_tile {self.row_tile} of head_dim {self.head_dim} takes at least "
-                f"{self.row_warps * self.col_warps} computing warps a CTA: {MOST_WARPS} fit an SM, at ctas_per_sm "
-                f"{self.ctas_per_sm}"
-            )
-        stages = self.stages(arch)
-        if stages < 3:
-            raise ConfigError(
-                f"paged_decode.mma: head_dim {self.head_dim} with {self.kv_format} and row_tile {self.row_tile} leaves "
-                f"{stages} ring stages at ctas_per_sm {self.ctas_per_sm} on {arch.name}: expected at least 3"
-            )
-        if self.merge_bytes > stages * self.stage_bytes:
-            raise ConfigError(
-                f"paged_decode.mma: merging {self.row_tile} rows of head_dim {self.head_dim} takes {self.merge_bytes} "
-                f"bytes of shared memory, and the ring has {stages * self.stage_bytes} at ctas_per_sm "
-                f"{self.ctas_per_sm} on {arch.name}"
-            )
-
-    def requires(self) -> tuple[KernelConfig, ...]:
-        """The kernel that plans on the device."""
-        return (PlanConfig(),)
-
-    # -- derived, never enumerated -------------------------------------------------------------
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one key's K or V of one head, packed."""
-        return self.head_dim * KV_BITS[self.kv_format] // 8
-
-    @property
-    def box_bytes(self) -> int:
-        """Bytes of a row that one TMA box takes: a swizzle's span, or 128 codes of 6 bits, which are not swizzled."""
-        return min(96 if KV_BITS[self.kv_format] == 6 else 128, self.row_bytes)
-
-    @property
-    def boxes_per_row(self) -> int:
-        """TMA boxes side by side that make up a row."""
-        return self.row_bytes // self.box_bytes
-
-    @property
-    def stage_keys(self) -> int:
-        """Keys of one ring stage: a tile, half of one where so much K is large for a ring, a quarter for long heads."""
-        if self.head_dim > 256:
-            return TILE_KEYS // (2 if self.row_bytes <= 256 and self.ctas_per_sm == 1 else 4)
-        most = 16 * 1024 if self.ctas_per_sm == 2 else (32 if self.row_tile > 64 else 64) * 1024  # beside Q
-        return TILE_KEYS if TILE_KEYS * self.row_bytes <= most else TILE_KEYS // 2
-
-    @property
-    def row_warps(self) -> int:
-        """Groups of 16 query rows; each is served by `col_warps * key_warps` warps."""
-        return self.row_tile // 16
-
-    @property
-    def col_warps(self) -> int:
-        """Warps that share the columns of O, each with all of the scores: one warp's registers hold 256 columns."""
-        return max(1, self.head_dim // 256)
-
-    @property
-    def key_warps(self) -> int:
-        """Warps that share a stage's keys, each with a running softmax of its own.
-
-        Two CTAs of an SM share its registers; a warp takes 16 keys at least (one MMA's depth).
-        """
-        return min(MOST_WARPS // self.ctas_per_sm // (self.row_warps * self.col_warps), self.stage_keys // 16)
-
-    @property
-    def consumer_warps(self) -> int:
-        """Warps that compute: whole warpgroups, since registers are moved between those."""
-        return self.row_warps * self.col_warps * self.key_warps
-
-    @property
-    def threads(self) -> int:
-        """The consumers and one warpgroup whose first warp loads."""
-        return 32 * (self.consumer_warps + 4)
-
-    def registers(self, arch: Arch) -> tuple[int, int]:
-        """Registers a thread of (loading, computing) warps after the loading warpgroup gave its own away."""
-        groups = self.threads // 128
-        at_launch = min(248, arch.registers_per_sm // (self.threads * self.ctas_per_sm) // 8 * 8)
-        loading = 56
-        computing = (at_launch * groups - loading) // (groups - 1) // 8 * 8
-        return loading, min(240, computing)
-
-    @property
-    def lone_tile_cost(self) -> int:
-        """For the planner (see its LONE_TILE_COST): measured on an H200.
-
-        Arithmetic weighs more against memory the more rows there are, and the fewer bits a code has.
-        """
-        narrow = {"e2m1": 27, "nvfp4": 31, "e3m2": 22, "e2m3": 22}.get(self.kv_format, 11)
-        return max(13 if self.head_dim <= 128 else 15, narrow * self.row_warps)
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of one key's block scales."""
-        return self.head_dim // NVFP4_BLOCK if self.kv_format == "nvfp4" else 0
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of a ring stage that TMA fills."""
-        return self.stage_keys * self.row_bytes
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of one ring stage, which holds keys of K or of V; their block scales lie behind them."""
-        return self.code_bytes + self.stage_keys * self.scale_bytes
-
-    @property
-    def q_bytes(self) -> int:
-        """Shared memory for the query tile, two bytes an element."""
-        return self.row_tile * self.head_dim * 2
-
-    @property
-    def merge_pitch(self) -> int:
-        """fp32 elements from one row to the next where warps' O are merged; the padding avoids bank conflicts."""
-        return self.head_dim + 16
-
-    @property
-    def merge_bytes(self) -> int:
-        """Bytes of the ring that hold every warp's O once the last stage has been read."""
-        return 4 * self.merge_pitch * self.row_tile * self.key_warps
-
-    FIXED_SMEM: ClassVar[int] = 3072
-    """Barriers, row scales and results, then row statistics; a multiple of the swizzle's 1024 bytes."""
-
-    def stages(self, arch: Arch) -> int:
-        """Ring stages that fit beside the other buffers, at most MOST_STAGES."""
-        room = arch.smem_budget(self.ctas_per_sm) - self.FIXED_SMEM - self.q_bytes
-        return min(MOST_STAGES, room // self.stage_bytes)
-
-    def ring_depth(self, arch: Arch, ctas: int) -> int:
-        """Ring stages to use in a grid of so many CTAs: what keeps the memory busy, and no more.
-
-        On an H200 more than 128 KiB of loads in flight an SM cost 1 to 3 % of the bandwidth.
-        """
-        beside = min(self.ctas_per_sm, -(-ctas // arch.sms))
-        return min(self.stages(arch), max(3, 128 * 1024 // (beside * self.stage_bytes)))
-
-    def smem_bytes(self, arch: Arch) -> int:
-        """Dynamic shared memory that a launch passes."""
-        return self.FIXED_SMEM + self.q_bytes + self.stages(arch) * self.stage_bytes
-
-
-CONFIGS: dict[str, type[KernelConfig]] = {c.impl: c for c in (DecodeConfig, AppendConfig, PlanConfig)}
+CONFIGS: dict[str, type[KernelConfig]] = {c.impl: c for c in (MmaConfig, Tcgen05Config, AppendConfig, PlanConfig)}

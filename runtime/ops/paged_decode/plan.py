@@ -51,7 +51,7 @@ class Plan:
         self._check_not_capturing("plan", stream)
         self.shape = tensors.Shape(
             len(lengths), decode.q_len, num_q_heads, num_kv_heads, decode.head_dim, decode.page_size,
-            decode.kv_format, decode.q_dtype, decode.torch_device,
+            decode.kv_format, decode.q_dtype, decode.torch_device, config.kv_align,
         )  # fmt: skip
         self._window = Window(decode.window or 0, config.q_len)
         self.splits: SplitPlan = plan_visible(lengths, self._window, **options)

@@ -16,7 +16,7 @@ from typing import Any
 from cubinery.runtime.arch import Arch, resolve
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.errors import ConfigError
-from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig, MmaConfig
 
 DECODE_IMPLS: dict[str, type[DecodeConfig]] = {
     name: cls for name, cls in CONFIGS.items() if issubclass(cls, DecodeConfig)
@@ -83,7 +83,7 @@ def select(
     kernel serves the problem, naming the axis or the budget.
     """
     if impl is None:
-        impl = DecodeConfig.impl
+        impl = MmaConfig.impl
     if impl not in DECODE_IMPLS:
         raise ConfigError(f"paged_decode: impl = {impl!r}: expected one of {', '.join(DECODE_IMPLS)}")
     largest = row_tile_for(problem.n_q)

@@ -51,6 +51,8 @@ class Shape:
     q_dtype: str
     device: Any
     """torch.device of all tensors."""
+    kv_align: int = ALIGNMENT
+    """Bytes on which K and V, and their page, row and head strides, must lie."""
 
     @property
     def group_size(self) -> int:
@@ -166,7 +168,9 @@ def caches(k: Tensor, v: Tensor, shape: Shape) -> Values:
                 f"{name} has shape {found}: expected (num_pages, {', '.join(map(str, expected))}), "
                 f"(num_pages, page_size, num_kv_heads, {row})"
             )
-        page, key, head = (step * size for step in strides(name, tensor, ("page", "row", "head", "head_dim")))
+        page, key, head = (
+            step * size for step in strides(name, tensor, ("page", "row", "head", "head_dim"), align=shape.kv_align)
+        )
         for axis, step in (("page", page), ("row", key), ("head", head)):
             if step * 8 % bits:
                 raise ArgumentError(

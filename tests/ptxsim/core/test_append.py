@@ -25,14 +25,14 @@ from cubinery.aot.variants import expand
 from cubinery.runtime.families import parse_key
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.formats import ELEMENTS, KV_FORMATS, midpoints
 
 pytest.importorskip("cutlass", reason="the compiler is not installed")
 torch: Any = pytest.importorskip("torch", reason="the operator needs torch")
 
 ARCHS = ("sm_90a", "sm_110a")
-READABLE = next(f for f in dataclasses.fields(DecodeConfig) if f.name == "kv_format").metadata["choices"]
+READABLE = next(f for f in dataclasses.fields(MmaConfig) if f.name == "kv_format").metadata["choices"]
 """Formats that the decode reads."""
 
 
@@ -197,7 +197,7 @@ def test_what_is_appended_is_what_a_decode_reads(simulator: Callable[..., Any], 
 
     driver, library = simulator(arch)
     lengths, heads = (150, 1, 77), mma.NUM_KV_HEADS
-    given = mma.decode_problem(DecodeConfig(head_dim=128, page_size=16, kv_format=kv_format), 2, lengths)
+    given = mma.decode_problem(MmaConfig(head_dim=128, page_size=16, kv_format=kv_format), 2, lengths)
     caches = [given["k_cache"], given["v_cache"]]
     blocks = {name: given[name] for name in ("k_scales", "v_scales") if name in given}  # nvfp4
     for tensor in (*caches, *blocks.values()):

@@ -12,22 +12,22 @@ import torch
 from decode_problem import Problem
 from decode_sim import Simulated, simulate
 
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 pytest.importorskip("cutlass", reason="the compiler is not installed")
 
 ARCHS = ("sm_90a", "sm_110a")
 BASE: dict[str, Any] = {"head_dim": 64, "page_size": 16, "kv_format": "fp8"}
 CONFIGS = {
-    "window": DecodeConfig(**BASE, window=True),
-    "window4": DecodeConfig(**BASE, q_len=4, window=True),
-    "sinks": DecodeConfig(**BASE, sinks=True),
-    "softcap": DecodeConfig(**BASE, softcap=True),
-    "q_lens": DecodeConfig(**BASE, q_len=4, q_lens=True),
-    "q_lens1": DecodeConfig(**BASE, q_lens=True),
-    "one": DecodeConfig(**BASE, window=True, q_lens=True),
-    "all": DecodeConfig(**BASE, q_len=4, window=True, sinks=True, softcap=True, q_lens=True),
-    "narrow": DecodeConfig(
+    "window": MmaConfig(**BASE, window=True),
+    "window4": MmaConfig(**BASE, q_len=4, window=True),
+    "sinks": MmaConfig(**BASE, sinks=True),
+    "softcap": MmaConfig(**BASE, softcap=True),
+    "q_lens": MmaConfig(**BASE, q_len=4, q_lens=True),
+    "q_lens1": MmaConfig(**BASE, q_lens=True),
+    "one": MmaConfig(**BASE, window=True, q_lens=True),
+    "all": MmaConfig(**BASE, q_len=4, window=True, sinks=True, softcap=True, q_lens=True),
+    "narrow": MmaConfig(
         head_dim=128,
         page_size=32,
         kv_format="nvfp4",
@@ -38,7 +38,7 @@ CONFIGS = {
         softcap=True,
         q_lens=True,
     ),
-    "long": DecodeConfig(
+    "long": MmaConfig(
         head_dim=256, page_size=64, kv_format="bf16", q_len=3, window=True, sinks=True, softcap=True, q_lens=True
     ),
 }
@@ -51,7 +51,7 @@ def simulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return simulate(CONFIGS.values(), request.param, folder)
 
 
-def problem(config: DecodeConfig, lengths: list[int], group: int = 3) -> Problem:
+def problem(config: MmaConfig, lengths: list[int], group: int = 3) -> Problem:
     return Problem(
         lengths, np.random.default_rng(sum(lengths)), torch, h_q=2 * group, h_k=2, d=config.head_dim,
         page_size=config.page_size, q_len=config.q_len, kv_format=config.kv_format, q_dtype=config.q_dtype,

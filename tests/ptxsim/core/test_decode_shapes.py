@@ -10,21 +10,21 @@ import torch
 from decode_problem import Problem
 from decode_sim import Simulated, simulate
 
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 pytest.importorskip("cutlass", reason="the compiler is not installed")
 
 ARCHS = ("sm_90a", "sm_110a")
 
 CONFIGS = [
-    DecodeConfig(head_dim=64, page_size=16, kv_format="fp8", q_len=3),
-    DecodeConfig(head_dim=64, page_size=128, kv_format="fp8", row_tile=32, ctas_per_sm=1),
-    DecodeConfig(head_dim=64, page_size=64, kv_format="bf16", q_len=16, row_tile=128, ctas_per_sm=1),
-    DecodeConfig(head_dim=128, page_size=32, kv_format="fp8", q_len=2, row_tile=128, ctas_per_sm=1),
-    DecodeConfig(head_dim=256, page_size=16, kv_format="bf16", row_tile=128, ctas_per_sm=1),
-    DecodeConfig(head_dim=512, page_size=16, kv_format="fp8", q_len=9),
-    DecodeConfig(head_dim=512, page_size=64, kv_format="fp8", row_tile=64, ctas_per_sm=1),
-    DecodeConfig(head_dim=512, page_size=128, kv_format="bf16", q_len=5, row_tile=32, ctas_per_sm=1),
+    MmaConfig(head_dim=64, page_size=16, kv_format="fp8", q_len=3),
+    MmaConfig(head_dim=64, page_size=128, kv_format="fp8", row_tile=32, ctas_per_sm=1),
+    MmaConfig(head_dim=64, page_size=64, kv_format="bf16", q_len=16, row_tile=128, ctas_per_sm=1),
+    MmaConfig(head_dim=128, page_size=32, kv_format="fp8", q_len=2, row_tile=128, ctas_per_sm=1),
+    MmaConfig(head_dim=256, page_size=16, kv_format="bf16", row_tile=128, ctas_per_sm=1),
+    MmaConfig(head_dim=512, page_size=16, kv_format="fp8", q_len=9),
+    MmaConfig(head_dim=512, page_size=64, kv_format="fp8", row_tile=64, ctas_per_sm=1),
+    MmaConfig(head_dim=512, page_size=128, kv_format="bf16", q_len=5, row_tile=32, ctas_per_sm=1),
 ]
 
 
@@ -36,7 +36,7 @@ def simulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.key("x").removeprefix("paged_decode-x-mma-"))
-def test_shapes_agree_with_the_reference(simulated: Simulated, config: DecodeConfig) -> None:
+def test_shapes_agree_with_the_reference(simulated: Simulated, config: MmaConfig) -> None:
     """Rows that fill the tile but for a few, or a second one; lengths on borders, shorter than q_len, and none."""
     group = max(1, (config.row_tile - 1) // config.q_len)
     if config.row_tile == 16:

@@ -17,15 +17,15 @@ from cubinery.aot.ptxsim.hosts import watching
 from cubinery.aot.ptxsim.schedule import schedule as named_schedule
 from cubinery.aot.references.paged_decode import paged_attention
 from cubinery.aot.references.tolerances import PAGED_DECODE, deviation
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.op import PagedDecode, Plan
 
 pytest.importorskip("cutlass", reason="the compiler is not installed")
 
 ARCHS = ("sm_90a", "sm_110a")
 SCHEDULES = ("fair:0", "late:0", "delays:1", "priorities:2")
-ONE_ROW = DecodeConfig(head_dim=64, page_size=16, kv_format="fp8")
-TWO_TILES = DecodeConfig(head_dim=64, page_size=16, kv_format="fp8", q_len=3)
+ONE_ROW = MmaConfig(head_dim=64, page_size=16, kv_format="fp8")
+TWO_TILES = MmaConfig(head_dim=64, page_size=16, kv_format="fp8", q_len=3)
 
 
 @pytest.fixture(scope="module", params=ARCHS)

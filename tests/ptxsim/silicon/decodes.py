@@ -13,7 +13,7 @@ import numpy as np
 from cubinery.aot.problems.paged_decode.mma import NUM_KV_HEADS, SPLITS, decode_problem
 from cubinery.runtime.families import parse_key
 from cubinery.runtime.library import Library
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 DATA = Path(__file__).parent / "data" / "h200_decodes.npz"
 """What an H200 answered."""
@@ -35,13 +35,13 @@ LENGTHS = (300, 0, 77)
 
 def decode_keys(library: Library) -> list[str]:
     """Keys that answer a public call."""
-    return [key for key in library if isinstance(parse_key(key)[0], DecodeConfig)]
+    return [key for key in library if isinstance(parse_key(key)[0], MmaConfig)]
 
 
-def problem(key: str) -> tuple[DecodeConfig, int, dict[str, Any], str]:
+def problem(key: str) -> tuple[MmaConfig, int, dict[str, Any], str]:
     """(configuration, query heads a KV head, tensors, digest of the tensors) of a key's decode."""
     config, _ = parse_key(key)
-    assert isinstance(config, DecodeConfig)
+    assert isinstance(config, MmaConfig)
     group = max(1, min(config.row_tile, 16 * config.q_len) // config.q_len)
     tensors = decode_problem(config, group, LENGTHS)
     digest = hashlib.sha256(repr((key, LENGTHS, SPLITS, group)).encode())
