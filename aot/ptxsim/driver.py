@@ -18,6 +18,7 @@ from cubinery.aot.inspect import KernelInfo, read_cubin
 from cubinery.aot.ptxsim.dependent import Footprint
 from cubinery.aot.ptxsim.errors import SimError
 from cubinery.aot.ptxsim.faults import LaunchFault
+from cubinery.aot.ptxsim.isa.tensor_memory import COLUMNS
 from cubinery.aot.ptxsim.launch import Launch, usable_cores
 from cubinery.aot.ptxsim.machine import Checks, Machine
 from cubinery.aot.ptxsim.memory import GlobalMemory
@@ -52,6 +53,8 @@ class SimKernel:
 
     translation: Translation
     info: KernelInfo
+    tensor_columns: int
+    """Columns of tensor memory that its record says a CTA allocates."""
     dynamic_smem: int = 0
     """Bytes that launches were allowed to use."""
 
@@ -91,6 +94,7 @@ class SimDriver:
         self._chip = resolve(self.arch)
         self._ptx: dict[str, tuple[Bundle, Any, str]] = {}
         self._known: dict[str, str] = {}
+        self._columns: dict[tuple[str, str], int] = {}
         for item in self.bundles:
             for bundle in [item] if isinstance(item, Bundle) else open_all(Path(item)):
                 self._index(bundle)
@@ -98,6 +102,7 @@ class SimDriver:
     def _index(self, bundle: Bundle) -> None:
         for artifact in bundle.manifest.artifacts:
             self._known[artifact.cubin.sha256] = artifact.key
+            self._columns |= {(artifact.key, record.symbol): record.tmem_columns for record in artifact.kernels}
             if "ptx" in artifact.emitted:
                 self._ptx[artifact.cubin.sha256] = (bundle, artifact.emitted["ptx"], artifact.key)
 
@@ -137,7 +142,7 @@ class SimDriver:
         found = module.code.kernel(symbol)
         if found is None or symbol not in module.kernels:
             raise DriverError(f"{module.name} holds no kernel {symbol!r}")
-        return SimKernel(found, module.kernels[symbol])
+        return SimKernel(found, module.kernels[symbol], self._columns.get((module.name, symbol), COLUMNS))
 
     def kernel_params(self, kernel: SimKernel) -> Sequence[tuple[int, int]]:
         return kernel.info.params
@@ -236,6 +241,7 @@ class SimPrepared:
                 progress=driver.progress if clusters is None else None,
                 predecessor=driver.footprint if config.pdl else None,
                 registers=kernel.info.registers if {"reqntid", "maxntid", "maxnreg"} & known.keys() else 0,
+                tensor_columns=kernel.tensor_columns,
             )
 
         for v in kernel.translation.static_globals:  # global memory like any other: there before a share begins

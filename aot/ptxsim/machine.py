@@ -17,6 +17,7 @@ from cubinery.aot.ptxsim.global_races import GlobalRaces
 from cubinery.aot.ptxsim.groups import Groups
 from cubinery.aot.ptxsim.heap import keep_freed_memory
 from cubinery.aot.ptxsim.isa.base import DTYPES
+from cubinery.aot.ptxsim.isa.tensor_memory import COLUMNS
 from cubinery.aot.ptxsim.memory import Block, GlobalMemory, SharedMemory
 from cubinery.aot.ptxsim.races import Races
 from cubinery.aot.ptxsim.register_pool import RegisterPool
@@ -63,16 +64,19 @@ class Machine(Deadlocks):
         progress: Callable[[int, int], None] | None = None,
         predecessor: Footprint | None = None,
         registers: int = 0,
+        tensor_columns: int = COLUMNS,
     ) -> None:
         """`params` in the layout of the PTX. At most `resident` CTAs run at a time (whole clusters).
 
         `clusters` are those of the grid that run, by number, as one share of the launch; all of them where None.
         `predecessor` is what the launch before touched, where this one may overlap with it. `registers` are those
-        of a thread at launch, or 0 where setmaxnreg need not be checked.
+        of a thread at launch, or 0 where setmaxnreg need not be checked. `tensor_columns` are those of tensor memory
+        that a CTA may allocate.
         """
         self.kernel, self.memory, self.checks, self.tracer, self.progress = kernel, memory, checks, tracer, progress
         self.grid, self.block, self.cluster, self.dynamic_smem = grid, block, cluster, dynamic_smem
         self.schedule = schedule or Fair()
+        self.tensor_columns = tensor_columns
         self.uninitialised = checks.uninitialised
         padded = np.frombuffer(params + bytes(-len(params) % 8 + 16), np.uint8)
         self.params = Block(padded)

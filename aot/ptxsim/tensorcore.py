@@ -75,6 +75,8 @@ class TensorCore(Warpgroup):
     """tcgen05 as generated code sees it. Machine derives from this."""
 
     tensor: TensorState | None = None
+    tensor_columns: int = tensor_memory.COLUMNS
+    """Columns that a CTA of this launch may allocate."""
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class TensorCore(Warpgroup):
             count = len(self.block_index)
             shape = (count, tensor_memory.LANES, tensor_memory.COLUMNS)
             cells = np.full(shape, POISON * 0x01010101, np.uint32)
-            allocators = [tensor_memory.Allocator() for _ in range(count)]
+            allocators = [tensor_memory.Allocator(declared=self.tensor_columns) for _ in range(count)]
             self.tensor = TensorState(cells, np.zeros(shape, bool), allocators)
             if self.races is not None:
                 self.tensor.order = TensorOrder(self.races, count)
@@ -98,7 +100,7 @@ class TensorCore(Warpgroup):
             block = tuple(self.block_index[slot].tolist())
             detail = f"block {block} exits with tensor memory allocated: {leaked}"
             raise TensorMemoryFault(detail, self.place(None, len(self.kernel.instrs) - 1))
-        state.allocators[slot] = tensor_memory.Allocator()
+        state.allocators[slot] = tensor_memory.Allocator(declared=self.tensor_columns)
         state.cells[slot] = POISON * 0x01010101
         state.written[slot] = False
         if state.order is not None:

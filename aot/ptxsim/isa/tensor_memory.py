@@ -49,12 +49,18 @@ class Allocator:
     taken: dict[int, int] = field(default_factory=dict)
     """First column -> columns."""
     relinquished: bool = False
+    declared: int = COLUMNS
+    """Columns that the launch says a CTA takes; the CTAs that fit an SM were counted by it."""
 
     def alloc(self, count: int) -> int | None:
         """The address of `count` columns, or None where the warp has to wait until some are freed."""
         self._check(count)
         if self.relinquished:
             raise TensorMemoryFault("alloc after relinquish_alloc_permit")
+        taken = sum(self.taken.values())
+        if self.declared < self.columns and taken + count > self.declared:
+            beside = f" beside {taken}" if taken else ""
+            raise TensorMemoryFault(f"alloc of {count} columns{beside}: the launch declares {self.declared}")
         start = 0
         for first in sorted(self.taken):
             if first - start >= count:

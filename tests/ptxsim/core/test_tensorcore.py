@@ -74,6 +74,12 @@ def test_two_products_one_after_the_other(schedule: str) -> None:
     assert launch(*WHOLE, schedule=schedule).tolist() == [32.0 * (i % 4) for i in range(128)]
 
 
+def test_columns_beyond_those_that_the_launch_declares() -> None:
+    launch(*WHOLE, tensor_columns=32)
+    with pytest.raises(TensorMemoryFault, match=r"alloc of 32 columns: the launch declares 0.*tcgen05.alloc"):
+        launch(*WHOLE, tensor_columns=0)
+
+
 STORE = f"""
 {BASE} mov.b32 %r40, 0x40400000;
 tcgen05.st.sync.aligned.32x32b.x8.b32 [%r30], {{%r40, %r40, %r40, %r40, %r40, %r40, %r40, %r40}};

@@ -158,6 +158,16 @@ def test_allocation_misuse() -> None:
         memory.dealloc(0, 64)
 
 
+def test_allocation_keeps_to_what_the_launch_declares() -> None:
+    memory = Allocator(declared=128)
+    assert memory.alloc(64) == 0
+    with pytest.raises(TensorMemoryFault, match="alloc of 128 columns beside 64: the launch declares 128"):
+        memory.alloc(128)
+    assert memory.alloc(64) == 64
+    with pytest.raises(TensorMemoryFault, match="alloc of 32 columns: the launch declares 0"):
+        Allocator(declared=0).alloc(32)
+
+
 # -- cp and shift --------------------------------------------------------------------------------------
 
 TARGETS: dict[tuple[str, str], Any] = {
