@@ -6,10 +6,11 @@ import pytest
 
 from cubinery.runtime.arch import ARCHS, resolve
 from cubinery.runtime.errors import ConfigError
-from cubinery.runtime.ops.paged_decode.config import MmaConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig, Tcgen05Config
 from cubinery.runtime.ops.paged_decode.select import Problem, outcomes, row_tile_for, select
 
-H200 = resolve("sm_90a")
+H200, THOR = resolve("sm_90a"), resolve("sm_110a")
+BLACKWELL = [arch for arch in ARCHS.values() if arch.tmem_columns]
 
 
 def problem(**changes: object) -> Problem:
@@ -52,6 +53,60 @@ def test_a_forced_number_of_ctas_shrinks_the_tile() -> None:
         select(problem(), H200, ctas_per_sm=2, row_tile=128)
     with pytest.raises(ConfigError, match="row_tile 128 of head_dim 512 takes at least 16 computing warps"):
         select(problem(head_dim=512), H200, row_tile=128)
+
+
+def test_tcgen05_can_be_forced_with_its_knobs() -> None:
+    config = select(problem(head_dim=256, q_dtype="e4m3"), THOR, impl="tcgen05", max_kv_stages=6, l2_prefetch=2)
+    assert config == Tcgen05Config(
+        head_dim=256, page_size=16, kv_format="fp8", q_dtype="e4m3", max_kv_stages=6, l2_prefetch=2, kv_evict_first=True
+    )
+    assert select(problem(), THOR, kv_evict_first=False).impl == "tcgen05", "a knob asks for who has it"
+    with pytest.raises(ConfigError, match="l2_prefetch = 2 with impl = 'mma': expected 'tcgen05'"):
+        select(problem(), THOR, impl="mma", l2_prefetch=2)
+    with pytest.raises(ConfigError, match=r"sm_90a \(H200\) has no tensor memory"):
+        select(problem(), H200, impl="tcgen05")
+    with pytest.raises(ConfigError, match="tcgen05: softcap = True is not supported"):
+        select(problem(softcap=True), THOR, impl="tcgen05")
+    with pytest.raises(ConfigError, match="tcgen05: kv_format e2m1 with q_dtype bf16: expected fp8"):
+        select(problem(kv_format="e2m1"), THOR, impl="tcgen05")
+    with pytest.raises(ConfigError, match="q_dtype = 'fp16' is not supported"):
+        select(problem(q_dtype="fp16"), THOR, impl="tcgen05")
+
+
+@pytest.mark.parametrize(
+    ("q_dtype", "n_q", "tile"),
+    [("bf16", 1, 8), ("bf16", 8, 8), ("bf16", 9, 16), ("bf16", 17, 32), ("bf16", 40, 32),
+     ("e4m3", 1, 16), ("e4m3", 16, 16), ("e4m3", 17, 32), ("e4m3", 40, 32)],
+)  # fmt: skip
+def test_row_tiles_of_tcgen05(q_dtype: str, n_q: int, tile: int) -> None:
+    """The smallest that holds the rows; more rows than the largest holds are several CTAs' where it is forced."""
+    for arch in BLACKWELL:
+        found = select(problem(q_dtype=q_dtype, group_size=n_q), arch, impl="tcgen05")
+        assert (found.impl, found.row_tile, found.ctas_per_sm) == ("tcgen05", tile, 2)
+        assert found.axes()["kv_evict_first"] == (q_dtype == "e4m3")
+
+
+def test_one_cta_where_two_do_not_fit() -> None:
+    wide = problem(head_dim=512, kv_format="nvfp4", q_dtype="e4m3", group_size=32)
+    assert select(wide, THOR, impl="tcgen05").ctas_per_sm == 1
+    with pytest.raises(ConfigError, match="leaves 1 ring stages at ctas_per_sm 2 on sm_110a"):
+        select(wide, THOR, impl="tcgen05", ctas_per_sm=2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_format": "bf16"}, {"head_dim": 64}, {"group_size": 33}, {"window": True}, {"sinks": True},
+        {"softcap": True}, {"q_lens": True}, {"kv_format": "e2m3", "q_dtype": "bf16"},
+    ],
+)  # fmt: skip
+def test_mma_serves_what_tcgen05_does_not(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cubinery.runtime.ops.paged_decode.select.TCGEN05_PREFERRED", frozenset({"bf16", "e4m3"}))
+    for arch in ARCHS.values():
+        assert select(problem(q_dtype="e4m3"), arch).impl == ("tcgen05" if arch.tmem_columns else "mma")
+        assert select(problem(**{"q_dtype": "e4m3"} | changes), arch).impl == "mma"
+    assert select(problem(), THOR).impl == "tcgen05"
+    assert select(problem(), THOR, row_tile=64).impl == "mma", "a tile that only mma has"
 
 
 def test_choices_can_be_forced() -> None:

@@ -53,9 +53,14 @@ class PagedDecode:
         row_tile: int | None = None,
         ctas_per_sm: int | None = None,
         pdl: bool = False,
+        convert_warpgroups: int | str | None = None,
+        max_kv_stages: int | None = None,
+        l2_prefetch: int | None = None,
+        kv_evict_first: bool | None = None,
         device: int | str | torch.device | None = None,
     ) -> None:
-        """`q_len` new tokens a sequence; `impl`, `row_tile` and `ctas_per_sm` override the selector.
+        """`q_len` new tokens a sequence; `impl`, `row_tile` and `ctas_per_sm` override the selector, as do the
+        axes of `tcgen05` alone: `convert_warpgroups`, `max_kv_stages`, `l2_prefetch` (tiles) and `kv_evict_first`.
 
         `window`: how many keys a token sees, its own included (None: all); causal alone.
         `sinks`: `Plan.run` takes a logit for each query head, which joins the softmax sum and the LSE.
@@ -76,7 +81,11 @@ class PagedDecode:
         self.q_len, self.causal, self.q_dtype = q_len, causal, q_dtype
         self.window, self.softcap = tensors.window(window), tensors.softcap(softcap)
         self.sinks, self.q_lens = sinks, q_lens
-        self._choices: dict[str, Any] = {"impl": impl, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm, "pdl": pdl}
+        self._choices: dict[str, Any] = {
+            "impl": impl, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm, "pdl": pdl,
+            "convert_warpgroups": convert_warpgroups, "max_kv_stages": max_kv_stages, "l2_prefetch": l2_prefetch,
+            "kv_evict_first": kv_evict_first,
+        }  # fmt: skip
         self._configs: dict[int, DecodeConfig] = {}
         self._kernels: dict[int, Kernel] = {}
         self.config(1)

@@ -9,22 +9,29 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cubinery.runtime.arch import Arch, resolve
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.errors import ConfigError
-from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig, MmaConfig
+from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig, MmaConfig, Tcgen05Config
 
-DECODE_IMPLS: dict[str, type[DecodeConfig]] = {
-    name: cls for name, cls in CONFIGS.items() if issubclass(cls, DecodeConfig)
-}
-"""Implementations of the decode kernel itself, by name."""
+DECODE_IMPLS = tuple(name for name, cls in CONFIGS.items() if issubclass(cls, DecodeConfig))
+"""Names of the implementations of the decode kernel itself."""
 
 ROW_TILES = (16, 32, 64, 128)
-"""Packed query rows that one CTA can hold, ascending."""
+"""Packed query rows that one CTA of `mma` can hold, ascending."""
+
+TCGEN05_TILES = {"bf16": (8, 16, 32), "e4m3": (16, 32)}
+"""Packed query rows that one CTA of `tcgen05` can hold, ascending, by q_dtype."""
+
+TCGEN05_KNOBS = ("convert_warpgroups", "max_kv_stages", "l2_prefetch", "kv_evict_first")
+"""Axes that `tcgen05` alone has and a caller may choose."""
+
+TCGEN05_PREFERRED: frozenset[str] = frozenset()
+"""Kinds of Q for which `tcgen05` goes before `mma` on chips with tensor memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,47 +81,92 @@ def select(
     row_tile: int | None = None,
     ctas_per_sm: int | None = None,
     pdl: bool = False,
+    convert_warpgroups: int | str | None = None,
+    max_kv_stages: int | None = None,
+    l2_prefetch: int | None = None,
+    kv_evict_first: bool | None = None,
 ) -> DecodeConfig:
-    """The configuration that serves `problem` on `arch`; `impl`, `row_tile` and `ctas_per_sm` override a choice.
+    """The configuration that serves `problem` on `arch`; what is given overrides a choice.
+
+    On chips with tensor memory `tcgen05` serves what it can, up to 32 packed rows: one CTA then streams the keys once
+    for all of them. Wider groups, features and formats that it lacks, and other chips take `mma`. The last four are
+    knobs of `tcgen05`, and giving one asks for it. Raises ConfigError where no kernel serves the problem, naming the
+    axis or the budget.
+    """
+    given = dict(zip(TCGEN05_KNOBS, (convert_warpgroups, max_kv_stages, l2_prefetch, kv_evict_first), strict=True))
+    knobs = {name: value for name, value in given.items() if value is not None}
+    if impl is not None and impl not in DECODE_IMPLS:
+        raise ConfigError(f"paged_decode: impl = {impl!r}: expected one of {', '.join(DECODE_IMPLS)}")
+    if knobs and impl not in (None, Tcgen05Config.impl):
+        name, value = next(iter(knobs.items()))
+        raise ConfigError(
+            f"paged_decode: {name} = {value!r} with impl = {impl!r}: expected 'tcgen05', whose axis it is"
+        )
+    if impl == Tcgen05Config.impl or knobs:
+        return _first_that_fits(_tcgen05(problem, row_tile, ctas_per_sm, pdl, knobs), arch)
+    if impl is None and _suits_tcgen05(problem, arch):
+        with contextlib.suppress(ConfigError):
+            return _first_that_fits(_tcgen05(problem, row_tile, ctas_per_sm, pdl, knobs), arch)
+    return _first_that_fits(_mma(problem, row_tile, ctas_per_sm, pdl), arch)
+
+
+def _suits_tcgen05(problem: Problem, arch: Arch) -> bool:
+    """Whether `tcgen05` should be asked first; what it cannot serve it then says itself."""
+    tiles = TCGEN05_TILES.get(problem.q_dtype, ())
+    return arch.tmem_columns > 0 and problem.q_dtype in TCGEN05_PREFERRED and problem.n_q <= max(tiles, default=0)
+
+
+def _first_that_fits(configs: Iterable[DecodeConfig], arch: Arch) -> DecodeConfig:
+    """The first configuration within the budgets of `arch`. Raises ConfigError: what the last one lacks."""
+    lacks: ConfigError | None = None
+    for config in configs:
+        try:
+            config.check_arch(arch)
+            return config
+        except ConfigError as error:
+            lacks = error
+    assert lacks is not None, "there is always a last resort"
+    raise lacks
+
+
+def _mma(problem: Problem, row_tile: int | None, ctas_per_sm: int | None, pdl: bool) -> Iterator[MmaConfig]:
+    """Configurations of `mma`, best first.
 
     The row tile is the smallest that holds all packed rows, so that one CTA streams the keys once for all of them,
     or the largest that fits. Two CTAs share an SM where both fit (they hide each other's latency), but for wide tiles
-    and heads longer than 128: their arithmetic wants all warps of an SM for one chunk. Raises ConfigError where no
-    kernel serves the problem, naming the axis or the budget.
+    and heads longer than 128: their arithmetic wants all warps of an SM for one chunk.
     """
-    if impl is None:
-        impl = MmaConfig.impl
-    if impl not in DECODE_IMPLS:
-        raise ConfigError(f"paged_decode: impl = {impl!r}: expected one of {', '.join(DECODE_IMPLS)}")
     largest = row_tile_for(problem.n_q)
     tiles = [t for t in reversed(ROW_TILES) if t <= largest] if row_tile is None else [row_tile]
-    config = DECODE_IMPLS[impl](
-        head_dim=problem.head_dim,
-        page_size=problem.page_size,
-        kv_format=problem.kv_format,
-        q_dtype=problem.q_dtype,
-        q_len=problem.q_len,
-        causal=problem.causal,
-        row_tile=tiles[0],
-        ctas_per_sm=1 if ctas_per_sm is None else ctas_per_sm,
-        pdl=pdl,
-        window=problem.window,
-        sinks=problem.sinks,
-        softcap=problem.softcap,
-        q_lens=problem.q_lens,
-    ).canonical()
     sharing = (2, 1) if problem.head_dim <= 128 and tiles[0] == ROW_TILES[0] else (1, 2)
+    config = MmaConfig(**_axes(problem), pdl=pdl, row_tile=tiles[0], ctas_per_sm=ctas_per_sm or 1).canonical()
     for tile, ctas in itertools.product(tiles, sharing if ctas_per_sm is None else (ctas_per_sm,)):
-        config = replace(config, row_tile=tile, ctas_per_sm=ctas)
-        with contextlib.suppress(ConfigError):
-            config.check_arch(arch)
-            return config
-    config.check_arch(arch)  # says what the last resort lacks
-    return config
+        yield replace(config, row_tile=tile, ctas_per_sm=ctas)
+
+
+def _tcgen05(
+    problem: Problem, row_tile: int | None, ctas_per_sm: int | None, pdl: bool, knobs: Mapping[str, Any]
+) -> Iterator[Tcgen05Config]:
+    """Configurations of `tcgen05`, best first.
+
+    The row tile is the smallest that holds all packed rows, or the largest, of which several CTAs then take a share.
+    Two CTAs share an SM where both fit: each softmax then runs beside the other's MMAs. Keys and values are read once,
+    so with an e4m3 Q the L2 is told to drop them first; with a bf16 Q that was measured to cost up to 18 %.
+    """
+    tiles = TCGEN05_TILES.get(problem.q_dtype, (32,))
+    tile = next((t for t in tiles if problem.n_q <= t), tiles[-1]) if row_tile is None else row_tile
+    axes = {"kv_evict_first": problem.q_dtype == "e4m3"} | dict(knobs)
+    for ctas in (2, 1) if ctas_per_sm is None else (ctas_per_sm,):
+        yield Tcgen05Config(**_axes(problem), pdl=pdl, row_tile=tile, ctas_per_sm=ctas, **axes).canonical()
+
+
+def _axes(problem: Problem) -> dict[str, Any]:
+    """Axes of a configuration that the problem gives."""
+    return {f.name: getattr(problem, f.name) for f in fields(problem) if f.name != "group_size"}
 
 
 _PROBLEM_AXES = tuple(f.name for f in fields(Problem))
-_CHOICE_AXES = ("impl", "row_tile", "ctas_per_sm", "pdl")
+_CHOICE_AXES = ("impl", "row_tile", "ctas_per_sm", "pdl", *TCGEN05_KNOBS)
 DOMAIN_AXES = _PROBLEM_AXES + _CHOICE_AXES
 """Axes that a spec's `domain:` may enumerate."""
 _REQUIRED_AXES = ("head_dim", "page_size", "kv_format", "group_size")
