@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -136,7 +136,7 @@ def _imports(module: str, source: bytes, file: Path) -> frozenset[str]:
         tree = ast.parse(source, str(file))
     except SyntaxError as error:
         raise BuildError(f"{file}:{error.lineno}: {error.msg}") from None
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -149,6 +149,16 @@ def _imports(module: str, source: bytes, file: Path) -> frozenset[str]:
                 child = f"{base}.{alias.name}"
                 found.add(child if _ours(child) and source_file(child) is not None else base)
     return frozenset(name for name in found if _ours(name))
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Every statement of a module, however deep; expressions, most of a tree, hold none."""
+    queue: list[ast.AST] = [tree]
+    while queue:
+        node = queue.pop()
+        yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            queue.extend(getattr(node, field, ()))
 
 
 def _ours(name: str) -> bool:

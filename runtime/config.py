@@ -37,7 +37,7 @@ class KernelConfig:
         for f in fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
             # `True == 1`, so compare the type too: a boolean axis never accepts 1.
-            if not any(type(value) is type(c) and value == c for c in choices):
+            if value not in choices or type(value) is not type(choices[choices.index(value)]):
                 raise ConfigError(
                     f"{self.family}.{self.impl}: {f.name} = {value!r} is not supported: "
                     f"expected one of {', '.join(str(c) for c in choices)}"

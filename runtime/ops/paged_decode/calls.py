@@ -12,26 +12,29 @@ from cubinery.runtime.kernel import BoundLaunch, Kernel
 from cubinery.runtime.ops.paged_decode.tensors import Values
 
 
-class Recent(dict[tuple[Any, ...], "Call"]):
-    """Launches by the identity of every argument; an entry leaves when one of its tensors dies."""
-
-    __slots__ = ("__weakref__",)
+def _nothing() -> None:
+    """Stands in for the weak reference to an argument that was not given."""
 
 
 class Call:
     """The bound launches of one layer, and the arguments that they were bound from."""
 
-    __slots__ = ("_held", "addresses", "decode", "enqueue", "key", "others", "table_keys")
+    __slots__ = (
+        "_held", "_k_id", "_others", "decode", "enqueue", "known", "out_scale", "plain", "softmax_scale", "table_keys",
+    )  # fmt: skip
 
     def __init__(self, kernel: Kernel, values: Values) -> None:
         self.decode: BoundLaunch = kernel.bind(pick(kernel, values))
         self.enqueue = self.decode.enqueue
         self._held: list[tuple[Any, int | None]] = []
-        self.addresses: tuple[int | None, ...] = ()
-        """Of Q, K, V, the block table, O, LSE and the workspace (None where the plan's own is used)."""
-        self.others: list[tuple[Any, int | None]] = []
-        """Descales, sinks, q_lens and block scales, where they are tensors."""
-        self.key: tuple[Any, ...] = ()
+        self._others: list[tuple[Any, int | None]] = []
+        self._k_id = 0
+        self.known: tuple[Any, ...] = ()
+        """Weak references to Q, K, V, the block table, O, LSE and the workspace, then their addresses."""
+        self.softmax_scale: float | None = None
+        self.out_scale = 1.0
+        self.plain = True
+        """No descales, sinks, q_lens or block scales."""
         self.table_keys = 0
         """Keys that a row of the block table has room for."""
 
@@ -39,43 +42,39 @@ class Call:
         """Pack again what differs; `values` may be some of all."""
         self.decode.update(**values)
 
-    def remember(self, given: tuple[Any, ...], scales: tuple[Any, ...], recent: Recent) -> None:
-        """Enter these arguments in `recent`, where they stay for as long as all their tensors live."""
-        recent.pop(self.key, None)
-        key = self.key = _key(given, scales)
-        table = weakref.ref(recent)  # else each entry would keep its own table alive
+    def remember(self, given: tuple[Any, ...], scales: tuple[Any, Any], recent: dict[int, Call]) -> None:
+        """Note these arguments, and enter this call in `recent` by the id of K."""
+        self.forget(recent)
+        # Numbers are kept; tensors are not, they belong to the caller.
+        self._held = [(weakref.ref(x), x.data_ptr()) if hasattr(x, "data_ptr") else (x, None) for x in given]
+        always = (*self._held[:4], *self._held[7:10])
+        references = [_nothing if pointer is None else reference for reference, pointer in always]
+        self.known = (*references, *(pointer for _, pointer in always))
+        self.softmax_scale, self.out_scale = scales
+        self._others = [*self._held[4:7], *self._held[10:]]
+        self.plain = all(held is None for held, _ in self._others)
+        self._k_id = id(given[1])
+        recent[self._k_id] = self
 
-        def gone(_: Any) -> None:
-            if (alive := table()) is not None:
-                alive.pop(key, None)
-
-        # Numbers are kept, so that their ids stay theirs; tensors are not, they belong to the caller.
-        self._held = [(weakref.ref(x, gone), x.data_ptr()) if hasattr(x, "data_ptr") else (x, None) for x in given]
-        pointers = [pointer for _, pointer in self._held]
-        self.addresses = (*pointers[:4], *pointers[7:10])
-        self.others = [held for held in (*self._held[4:7], *self._held[10:]) if held[1] is not None]
-        recent[key] = self
+    def forget(self, recent: dict[int, Call]) -> None:
+        """Leave `recent`."""
+        if recent.get(self._k_id) is self:
+            del recent[self._k_id]
 
     def same(self, given: tuple[Any, ...]) -> list[bool]:
         """Which arguments are the ones that were remembered, where they were."""
-        return [
-            held is x if pointer is None else held() is x and x is not None and x.data_ptr() == pointer
-            for x, (held, pointer) in zip(given, self._held, strict=True)
-        ]
+        return [_is(x, *held) for x, held in zip(given, self._held, strict=True)]
 
-    def moved(self) -> bool:
-        """One of `others` has been given other memory."""
-        for reference, pointer in self.others:
-            tensor = reference()
-            if tensor is None or tensor.data_ptr() != pointer:
-                return True
-        return False
+    def same_others(self, given: tuple[Any, ...]) -> bool:
+        """Whether descales, sinks, q_lens and block scales are the ones that were remembered, where they were."""
+        return all(_is(x, *held) for x, held in zip(given, self._others, strict=True))
 
 
-def _key(given: tuple[Any, ...], scales: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `Plan.run` looks a call up by: arguments that most calls leave out only count where one is given."""
-    always, rest = (*given[:4], *given[7:10]), (*given[4:7], *given[10:])
-    return (*map(id, always), *scales, *(map(id, rest) if any(x is not None for x in rest) else ()))
+def _is(x: Any, held: Any, pointer: int | None) -> bool:
+    """Whether `x` is what is held: nothing, a number, or a weak reference to a tensor that had this address."""
+    if pointer is None:
+        return held is x or (type(x) in (int, float) and held == x)
+    return held() is x and x is not None and bool(x.data_ptr() == pointer)
 
 
 def pick(kernel: Kernel, values: Values) -> Values:

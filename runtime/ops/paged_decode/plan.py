@@ -13,7 +13,7 @@ import torch  # noqa: TID253 - only op.py imports this module
 from cubinery.runtime import process
 from cubinery.runtime.errors import ArgumentError, CaptureError, PlanError
 from cubinery.runtime.ops.paged_decode import tensors
-from cubinery.runtime.ops.paged_decode.calls import Call, Recent
+from cubinery.runtime.ops.paged_decode.calls import Call
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
 from cubinery.runtime.ops.paged_decode.planner import SplitPlan, host_lengths
@@ -71,7 +71,7 @@ class Plan:
         self._ordered = -1  # the stream that last ran, known to follow the upload
         self._current = current_stream(decode.torch_device)
         self._calls: dict[tuple[int, int], Call] = {}  # by the addresses of K and V
-        self._recent = Recent()
+        self._recent: dict[int, Call] = {}  # by the id of K, which may be another tensor's by now
         self._device_planner: DevicePlanner | None = None
         self._workspace: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
@@ -257,29 +257,40 @@ class Plan:
         key give 0, and an LSE of -inf or their sink. Raises ArgumentError before anything is launched.
         """
         raw = self._current() if stream is None else raw_stream(self.decode.torch_device, stream)
-        # The launches of an earlier run with these very objects need no second look: the table holds an entry
-        # only while all its tensors live, so equal ids mean the same tensors.
-        key: tuple[Any, ...] = (
-            id(q), id(k_cache), id(v_cache), id(block_table), id(out), id(lse), id(workspace), softmax_scale, out_scale
-        )  # fmt: skip
-        if not (q_descale is k_descale is v_descale is sinks is q_lens is k_scales is v_scales is None):
-            rest = (q_descale, k_descale, v_descale, sinks, q_lens, k_scales, v_scales)
-            key = (*key, *map(id, rest))
-        try:
-            call = None if check_block_table else self._recent.get(key)
-        except TypeError:  # a scale that is no number; the checks will say so
-            call = None
+        # The launches of an earlier run with these very objects need no second look: a weak reference that still gives
+        # an object gives the same one, and the addresses say that nobody gave it other memory.
+        call = self._recent.get(id(k_cache))
+        if call is not None:
+            q_, k_, v_, table_, out_, lse_, workspace_, q_at, k_at, v_at, table_at, out_at, lse_at, workspace_at = (
+                call.known
+            )
         if (
             call is None
+            or k_() is not k_cache
+            or q_() is not q
+            or v_() is not v_cache
+            or table_() is not block_table
             or out is None  # never so for a known call
+            or out_() is not out
             or lse is None
-            or call.addresses
-            != (
-                q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), out.data_ptr(),
-                lse.data_ptr(), None if workspace is None else workspace.data_ptr(),
+            or lse_() is not lse
+            or workspace_() is not workspace
+            or q.data_ptr() != q_at
+            or k_cache.data_ptr() != k_at
+            or v_cache.data_ptr() != v_at
+            or block_table.data_ptr() != table_at
+            or out.data_ptr() != out_at
+            or lse.data_ptr() != lse_at
+            or (workspace is not None and workspace.data_ptr() != workspace_at)
+            or call.softmax_scale != softmax_scale
+            or call.out_scale != out_scale
+            or check_block_table
+            or (
+                not (q_descale is k_descale is v_descale is sinks is q_lens is k_scales is v_scales is None)
+                if call.plain
+                else not call.same_others((q_descale, k_descale, v_descale, sinks, q_lens, k_scales, v_scales))
             )
-            or (call.others and call.moved())
-        ):  # fmt: skip
+        ):
             given = (
                 q, k_cache, v_cache, block_table, q_descale, k_descale, v_descale, out, lse, workspace, sinks, q_lens,
                 k_scales, v_scales,
@@ -377,7 +388,7 @@ class Plan:
         return {"scale_qs": scale_qs, "scale_o": scale_o}
 
     def _forget(self, key: tuple[int, int]) -> None:
-        self._recent.pop(self._calls.pop(key).key, None)
+        self._calls.pop(key).forget(self._recent)
 
     def _partials(self, workspace: torch.Tensor | None, raw: int) -> tensors.Values:
         """Addresses of the partial results in the workspace."""
