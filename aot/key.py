@@ -109,10 +109,12 @@ def read_sources(family: str, impl: str) -> dict[str, bytes]:
     """Module name to source of all cubinery modules that a kernel, its declaration and its config import.
 
     Found by reading import statements, wherever they stand in a file; nothing is executed. Packages
-    count only where something is imported from their `__init__`. Raises BuildError.
+    count only where something is imported from their `__init__`. A family's `abi` and `config` import every
+    implementation's own, `<impl>_abi` and `<impl>_config`: of those only this one's count. Raises BuildError.
     """
     kernels = f"cubinery.aot.kernels.{family}"
-    roots = (f"{kernels}.{impl}", f"{kernels}.abi", f"cubinery.runtime.ops.{family}.config")
+    registries = (f"{kernels}.abi", f"cubinery.runtime.ops.{family}.config")
+    roots = (f"{kernels}.{impl}", *registries)
     found: dict[str, bytes] = {}
     queue = list(roots)
     while queue:
@@ -123,8 +125,19 @@ def read_sources(family: str, impl: str) -> dict[str, bytes]:
         if file is None:
             raise BuildError(f"{family}.{impl}: there is no module {name}: expected a file of that name")
         found[name] = file.read_bytes()
-        queue.extend(_imports(name, found[name], file) - found.keys())
+        imports = _imports(name, found[name], file)
+        if name in registries:
+            imports = frozenset(i for i in imports if _owner(i, family) in (None, impl))
+        queue.extend(imports - found.keys())
     return dict(sorted(found.items()))
+
+
+def _owner(name: str, family: str) -> str | None:
+    """The implementation that a module `<impl>_abi` or `<impl>_config` is for; None for any other module."""
+    owner, _, kind = name.rpartition(".")[2].rpartition("_")
+    if kind not in ("abi", "config") or source_file(f"cubinery.aot.kernels.{family}.{owner}") is None:
+        return None
+    return owner
 
 
 @lru_cache(maxsize=256)

@@ -186,7 +186,13 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 "import cutlass\nimport os, cubinery.aot.kernels.probe.tiles\nfrom . import layout\n"
                 "from cubinery.runtime.arch import Arch\n\ndef entry():\n    from .late import late\n"
             ),
-            "kernels/probe/abi.py": "from cubinery.runtime.ops.probe.config import Config\n",
+            "kernels/probe/abi.py": (
+                "from cubinery.aot.kernels.probe import mma_abi, other_abi, shared_abi\n"
+                "from cubinery.runtime.ops.probe.config import Config\n"
+            ),
+            "kernels/probe/mma_abi.py": "",
+            "kernels/probe/other_abi.py": "",
+            "kernels/probe/shared_abi.py": "",
             "kernels/probe/tiles.py": "raise RuntimeError('never executed')\n",
             "kernels/probe/layout.py": "from cubinery.aot.kernels.probe import SHARED\n",
             "kernels/probe/late.py": "",
@@ -204,6 +210,7 @@ def test_the_closure_is_what_imports_reach_and_nothing_runs(family: Path) -> Non
     found = read_sources("probe", "mma")
     own = {name.removeprefix("cubinery.aot.kernels.") for name in found if "probe" in name}
     kernels = {"probe", "probe.mma", "probe.abi", "probe.tiles", "probe.layout", "probe.late"}
+    kernels |= {"probe.mma_abi", "probe.shared_abi"}
     assert own == kernels | {"cubinery.runtime.ops.probe.config"}
     assert {"cubinery.runtime.arch", "cubinery.runtime.errors"} <= found.keys()
     assert not any(name.startswith("cutlass") for name in found)
@@ -230,6 +237,9 @@ def test_report_17_content_decides_and_never_a_time(family: Path) -> None:
         ("late", True),
         ("__init__", True),
         ("other", False),
+        ("mma_abi", True),
+        ("shared_abi", True),
+        ("other_abi", False),
     ],
 )
 def test_an_edit_changes_the_digest_exactly_where_imports_reach(family: Path, file: str, matters: bool) -> None:
@@ -256,4 +266,5 @@ def test_the_real_family_s_closure_holds_its_declared_parts() -> None:
         "cubinery.runtime.arch",
     } <= found.keys()
     assert not any(name.startswith("cubinery.aot.builder") for name in found)
+    assert not any(name.endswith((".append_abi", ".append_config")) for name in found)
     assert set(ARCHS) == {"sm_90a", "sm_100a", "sm_103a", "sm_110a"}
