@@ -6,7 +6,7 @@ Tensors are used by their attributes alone, so torch is not imported here.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 from cubinery.runtime.kernel import BoundLaunch, Kernel
 from cubinery.runtime.ops.paged_decode.tensors import Values
@@ -18,6 +18,9 @@ def _nothing() -> None:
 
 class Call:
     """The bound launches of one layer, and the arguments that they were bound from."""
+
+    UNKNOWN: ClassVar[Call]
+    """The call of arguments that no run had: equal to none."""
 
     __slots__ = (
         "_held", "_k_id", "_others", "decode", "enqueue", "known", "out_scale", "plain", "softmax_scale", "table_keys",
@@ -68,6 +71,10 @@ class Call:
     def same_others(self, given: tuple[Any, ...]) -> bool:
         """Whether descales, sinks, q_lens and block scales are the ones that were remembered, where they were."""
         return all(_is(x, *held) for x, held in zip(given, self._others, strict=True))
+
+
+Call.UNKNOWN = Call.__new__(Call)
+Call.UNKNOWN.known = (object,) * 7 + (None,) * 7
 
 
 def _is(x: Any, held: Any, pointer: int | None) -> bool:

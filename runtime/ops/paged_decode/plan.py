@@ -258,15 +258,13 @@ class Plan:
         """
         raw = self._current() if stream is None else raw_stream(self.decode.torch_device, stream)
         # The launches of an earlier run with these very objects need no second look: a weak reference that still gives
-        # an object gives the same one, and the addresses say that nobody gave it other memory.
-        call = self._recent.get(id(k_cache))
-        if call is not None:
-            q_, k_, v_, table_, out_, lse_, workspace_, q_at, k_at, v_at, table_at, out_at, lse_at, workspace_at = (
-                call.known
-            )
+        # an object gives the same one (None: it died), and the addresses say that nobody gave it other memory.
+        call = self._recent.get(id(k_cache), Call.UNKNOWN)
+        (
+            q_, k_, v_, table_, out_, lse_, workspace_, q_at, k_at, v_at, table_at, out_at, lse_at, workspace_at,
+        ) = call.known  # fmt: skip
         if (
-            call is None
-            or k_() is not k_cache
+            k_() is not k_cache
             or q_() is not q
             or v_() is not v_cache
             or table_() is not block_table
@@ -281,7 +279,7 @@ class Plan:
             or block_table.data_ptr() != table_at
             or out.data_ptr() != out_at
             or lse.data_ptr() != lse_at
-            or (workspace is not None and workspace.data_ptr() != workspace_at)
+            or (None if workspace is None else workspace.data_ptr()) != workspace_at
             or call.softmax_scale != softmax_scale
             or call.out_scale != out_scale
             or check_block_table
