@@ -38,9 +38,23 @@ class Arch:
     l2: int
     bandwidth_gbps: int
     """Datasheet memory bandwidth in GB/s."""
+    clock_mhz: int
+    """Highest clock of the SMs, about."""
+    latency_ns: int
+    """From a load to its data where the memory is busy: assumed, and what rings of loads in flight are sized by."""
     aliases: tuple[str, ...] = ()
     family: str | None = None
     """Family target (`sm_100f`) whose cubins this chip runs too, if a bundle declares one."""
+
+    @property
+    def bytes_per_ns(self) -> float:
+        """One SM's share of the memory bandwidth, bytes a nanosecond."""
+        return self.bandwidth_gbps / self.sms
+
+    @property
+    def latency_bytes(self) -> int:
+        """Bytes that must be on their way to one SM at any time to use its share of the bandwidth."""
+        return round(self.bytes_per_ns * self.latency_ns)
 
     def smem_budget(self, ctas_per_sm: int) -> int:
         """Most dynamic shared memory a CTA may use so that `ctas_per_sm` of them fit one SM."""
@@ -56,6 +70,7 @@ def _arch(
     tmem: int,
     l2_mib: int,
     bw: int,
+    clock: int,
     aliases: tuple[str, ...] = (),
     family: str | None = None,
 ) -> Arch:
@@ -73,6 +88,8 @@ def _arch(
         ctas_per_sm=32 if sm != 110 else 24,
         l2=l2_mib << 20,
         bandwidth_gbps=bw,
+        clock_mhz=clock,
+        latency_ns=1000,
         aliases=aliases,
         family=family,
     )
@@ -81,11 +98,13 @@ def _arch(
 ARCHS: dict[str, Arch] = {
     a.name: a
     for a in (
-        _arch("sm_90a", 90, (9, 0), "H200", 132, 0, 60, 4800, aliases=("sm90a", "hopper", "h100", "h200")),
-        _arch("sm_100a", 100, (10, 0), "B200", 148, 512, 126, 8000, aliases=("sm100a", "b200"), family="sm_100f"),
-        _arch("sm_103a", 103, (10, 3), "B300", 148, 512, 126, 8000, aliases=("sm103a", "b300"), family="sm_100f"),
+        _arch("sm_90a", 90, (9, 0), "H200", 132, 0, 60, 4800, 1980, aliases=("sm90a", "hopper", "h100", "h200")),
+        _arch("sm_100a", 100, (10, 0), "B200", 148, 512, 126, 8000, 1965, aliases=("sm100a", "b200"),
+              family="sm_100f"),
+        _arch("sm_103a", 103, (10, 3), "B300", 148, 512, 126, 8000, 1965, aliases=("sm103a", "b300"),
+              family="sm_100f"),
         # CUDA 12 called Thor sm_101; CUDA 13 renamed it. The canonical name is the one that loads.
-        _arch("sm_110a", 110, (11, 0), "Jetson AGX Thor", 20, 512, 32, 273,
+        _arch("sm_110a", 110, (11, 0), "Jetson AGX Thor", 20, 512, 32, 273, 1575,
               aliases=("sm110a", "sm_101a", "sm101a", "thor"), family="sm_110f"),
     )
 }  # fmt: skip

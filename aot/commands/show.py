@@ -28,12 +28,17 @@ if TYPE_CHECKING:
 @click.option("--bundle", type=click.Path(path_type=Path), default=DEFAULT_BUNDLE, show_default=True)
 @click.option("--sass", is_flag=True, help="Print the machine code (needs nvdisasm).")
 @click.option("--ptx", is_flag=True, help="Print the PTX, where the spec said `emit: [ptx]`.")
+@click.option("--estimate", is_flag=True, help="Print what the code should cost on its chip (needs nvdisasm).")
 @json_option
-def show(key: str, bundle: Path, sass: bool, ptx: bool, as_json: bool) -> None:
-    """Show KEY's launch record and resources, or its code with --sass or --ptx."""
+def show(key: str, bundle: Path, sass: bool, ptx: bool, estimate: bool, as_json: bool) -> None:
+    """Show KEY's launch record and resources, its code with --sass or --ptx, or its cost with --estimate."""
     found, artifact = _find(bundle, key)
-    if sass and ptx:
-        raise UserError("--sass and --ptx exclude each other: give one")
+    asked = [name for name, given in (("--sass", sass), ("--ptx", ptx), ("--estimate", estimate)) if given]
+    if len(asked) > 1:
+        raise UserError(f"{' and '.join(asked)} exclude each other: give one")
+    if estimate:
+        _show_estimate(found, artifact, as_json)
+        return
     if sass or ptx:
         text = _sass(found, artifact) if sass else _ptx(found, artifact)
         if as_json:
@@ -67,6 +72,25 @@ def _sass(bundle: Bundle, artifact: Artifact) -> str:
     from cubinery.aot.inspect import sass
 
     return sass(bundle.read(artifact.cubin))
+
+
+def _show_estimate(bundle: Bundle, artifact: Artifact, as_json: bool) -> None:
+    from cubinery.aot.estimates import estimator_of
+    from cubinery.runtime.arch import resolve
+    from cubinery.runtime.families import parse_key
+
+    estimator = estimator_of(artifact.family)
+    if estimator is None:
+        raise UserError(f"{artifact.key}: the family {artifact.family} has no estimate")
+    config, arch = parse_key(artifact.key)
+    figures = estimator(config, resolve(arch), _sass(bundle, artifact))
+    if as_json:
+        figured = [dataclasses.asdict(figure) for figure in figures]
+        show_json({"key": artifact.key, "chip": resolve(arch).chip, "figures": figured})
+        return
+    click.echo(f"{artifact.key}, a tile of 128 keys of one KV head, {resolve(arch).chip}")
+    rows = [(f.name, f"{f.value:,.2f}".rstrip("0").rstrip("."), f.unit, f.meaning) for f in figures]
+    show_table(("figure", "value", "unit", "meaning"), rows, right="value")
 
 
 def _ptx(bundle: Bundle, artifact: Artifact) -> str:

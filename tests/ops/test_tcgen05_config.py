@@ -145,6 +145,26 @@ def test_ring_depth(cfg: Tcgen05Config, stages: int) -> None:
     assert cfg.smem_bytes(THOR) <= THOR.smem_budget(cfg.ctas_per_sm)
 
 
+@pytest.mark.parametrize(
+    ("cfg", "stages"),
+    [
+        (config(), 4),
+        (config(head_dim=128), 4),
+        (config(head_dim=128, kv_format="e2m1"), 6),
+        (config(kv_format="e3m2"), 4),
+        (config(head_dim=128, ctas_per_sm=1), 8),
+        (config(head_dim=512), 6),
+        (config(max_kv_stages=3), 3),
+    ],
+)
+def test_a_chip_with_more_bandwidth_has_deeper_rings(cfg: Tcgen05Config, stages: int) -> None:
+    """108 KB an SM of B200: twice its share of 8 TB/s in a microsecond, as far as shared memory goes."""
+    for arch in ARCHES:
+        if arch.bandwidth_gbps == 8000:
+            assert cfg.kv_stages(arch) == stages
+            assert cfg.smem_bytes(arch) <= arch.smem_budget(cfg.ctas_per_sm)
+
+
 def test_shared_memory_is_the_sum_of_its_parts() -> None:
     assert THOR.smem_budget(1) == 232448
     assert THOR.smem_budget(2) == 115712

@@ -240,14 +240,18 @@ class Tcgen05Config(DecodeConfig):
         """Ring stages that the kernel has: `max_kv_stages`, or what measurements favour; as many as fit.
 
         By default one tile, two for a lone CTA, and whole tiles: other depths make K and V drift through the slots
-        and cost DRAM streaming. With 6-bit codes of head_dim 256 two stages beat every deeper ring.
+        and cost DRAM streaming. With 6-bit codes of head_dim 256 two stages beat every deeper ring. So it was measured
+        on Thor; a chip with more bandwidth gets as many tiles as keep it busy, by `Arch.latency_bytes`, while half of
+        the ring is being read (estimated: see docs/notes/estimates.md).
         """
         room = (arch.smem_budget(self.ctas_per_sm) - self._beside_ring) // self.STAGE_BYTES
         if self.max_kv_stages:
             return min(self.max_kv_stages, room)
-        if KV_BITS[self.kv_format] == 6 and self.ctas_per_sm == 2 and self.head_dim == 256:
+        busy = -(-2 * arch.latency_bytes // (self.ctas_per_sm * self.stage_tx_bytes))
+        if KV_BITS[self.kv_format] == 6 and self.ctas_per_sm == 2 and self.head_dim == 256 and busy <= 2:
             return min(2, room)
-        depth = min(self.tile_stages * (3 - self.ctas_per_sm), room)
+        tiles = max(3 - self.ctas_per_sm, -(-busy // self.tile_stages))
+        depth = min(tiles * self.tile_stages, room, MAX_KV_STAGES)
         return depth if depth < self.tile_stages else depth // self.tile_stages * self.tile_stages
 
     def smem_bytes(self, arch: Arch) -> int:

@@ -1,0 +1,159 @@
+"""Figures of a decode kernel: bytes moved, instructions, barriers, and which of them sets the pace.
+
+Everything is per tile of 128 keys of one KV head, K and V together, for one CTA. `docs/notes/estimates.md` says how the
+defaults follow from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cubinery.aot.errors import InspectError
+from cubinery.aot.estimates import Figure
+from cubinery.aot.loops import Loop, find_loops, main_loop
+from cubinery.runtime.arch import Arch
+from cubinery.runtime.config import KernelConfig
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig, MmaConfig, Tcgen05Config
+from cubinery.runtime.ops.paged_decode.tcgen05_config import BLOCK_DIM
+
+SHARED_BYTES_PER_CLOCK = 128
+"""What an SM's shared memory reads or writes in a clock."""
+
+SCHEDULERS = 4
+"""Schedulers of an SM: each issues one instruction a clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one CTA does for one tile, by its configuration."""
+
+    kv_bytes: int
+    """K and V as memory holds them, block scales included."""
+    shared_bytes: float
+    """Written to and read from shared memory."""
+    tensor_bytes: float
+    """Written to and read from tensor memory by converters and as the A operand; accumulators left out."""
+    mmas: float
+    """MMA instructions of one issuing warp."""
+    softmax_warps: int
+    """Warps that take the softmax's path."""
+    ring_bytes: int
+    """K and V that can be on their way to one CTA."""
+
+
+def mma_work(config: MmaConfig, arch: Arch) -> Work:
+    """A stage is written once, and read by every group of rows (K also by every group of columns)."""
+    tile = TILE_KEYS * config.row_bytes
+    scales = 2 * TILE_KEYS * config.scale_bytes
+    reads = tile * config.row_warps * config.col_warps + tile * config.row_warps
+    scores = TILE_KEYS // 8 * (config.head_dim // 16) / config.key_warps
+    output = config.head_dim // config.col_warps // 8 * (TILE_KEYS // 16) / config.key_warps
+    return Work(
+        kv_bytes=2 * tile + scales,
+        shared_bytes=2 * tile + scales + reads,
+        tensor_bytes=0,
+        mmas=scores + output,
+        softmax_warps=config.consumer_warps,
+        ring_bytes=config.ring_depth(arch, arch.sms * config.ctas_per_sm) * config.stage_bytes,
+    )
+
+
+def tcgen05_work(config: Tcgen05Config, arch: Arch) -> Work:
+    """The tensor core reads each block of K and V, all of Q a tile and P once for every block of V.
+
+    nvfp4 is written packed, read, written converted and read again; for a bf16 Q a block is read by its converter,
+    written to tensor memory as bf16 and read there.
+    """
+    blocks = config.head_dim // BLOCK_DIM
+    block = config.STAGE_BYTES
+    packed, scales = 2 * TILE_KEYS * config.row_bytes, 2 * TILE_KEYS * config.scale_bytes
+    passes = 2 * 2 * blocks * block + (2 * packed if config.packed_stages else 0)
+    operands = config.q_bytes + (1 + blocks) * config.p_bytes
+    elements_per_mma = 32 // config.q_element_bytes
+    ring = config.kv_stages(arch) * config.stage_tx_bytes
+    return Work(
+        kv_bytes=packed + scales,
+        shared_bytes=passes + operands,
+        tensor_bytes=2 * 2 * blocks * block * 2 if config.q_dtype == "bf16" else 0,
+        mmas=2 * blocks * BLOCK_DIM // elements_per_mma,
+        softmax_warps=4,
+        ring_bytes=config.packed_stages * config.packed_stage_bytes or ring,
+    )
+
+
+def estimate(config: KernelConfig, arch: Arch, sass: str) -> tuple[Figure, ...]:
+    """Figures of a decode kernel on the chip of `arch`. Raises InspectError for code that is not a decode's."""
+    if not isinstance(config, DecodeConfig):
+        raise InspectError(f"{config.family}.{config.impl}: expected a decode kernel; there is no estimate for others")
+    if isinstance(config, Tcgen05Config):
+        work = tcgen05_work(config, arch)
+    else:
+        assert isinstance(config, MmaConfig)
+        work = mma_work(config, arch)
+    loops = find_loops(sass)
+    issue, softmax = _loop(loops, is_mma, "MMA"), _loop(loops, is_exp, "exponential")
+    tiles = issue.count(is_mma) / work.mmas
+    # A thread of tcgen05 has row_tile scores of a tile; factors of a rescale are fewer exponentials than another tile.
+    soft_tiles = tiles if softmax is issue else max(1, softmax.count(is_exp) // config.row_tile)
+    path = softmax.size / soft_tiles
+    return (*_moved(work), *_code(issue, softmax, tiles, soft_tiles), *_pace(config, arch, work, path))
+
+
+def is_mma(opcode: str) -> bool:
+    """A matrix product, of a warp or of the tensor core."""
+    return opcode.partition(".")[0] in ("HMMA", "QMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA")
+
+
+def is_exp(opcode: str) -> bool:
+    return opcode.startswith("MUFU.EX2")
+
+
+def is_barrier(opcode: str) -> bool:
+    """An mbarrier's arrival or wait, a named barrier, or a commit of the tensor core's work."""
+    return opcode.partition(".")[0] in ("SYNCS", "BAR", "UTCBAR")
+
+
+def _loop(loops: Sequence[Loop], wanted: Callable[[str], bool], what: str) -> Loop:
+    found = main_loop(loops, wanted)
+    if found is None:
+        raise InspectError(f"the code has no loop with {what} instructions: expected the main loop of a decode")
+    return found
+
+
+def _moved(work: Work) -> tuple[Figure, ...]:
+    return (
+        Figure("kv_bytes", work.kv_bytes, "B", "K and V of a tile in memory, block scales included"),
+        Figure("shared_per_kv_byte", work.shared_bytes / work.kv_bytes, "B/B", "shared memory written and read"),
+        Figure("tensor_per_kv_byte", work.tensor_bytes / work.kv_bytes, "B/B", "tensor memory, but accumulators"),
+    )
+
+
+def _code(issue: Loop, softmax: Loop, tiles: float, soft_tiles: float) -> tuple[Figure, ...]:
+    barriers = issue.count(is_barrier) / tiles
+    if softmax is not issue:
+        barriers += softmax.count(is_barrier) / soft_tiles
+    return (
+        Figure("tiles_per_iteration", tiles, "", "tiles of one pass of the loop that issues MMAs"),
+        Figure("mmas", issue.count(is_mma) / tiles, "", "MMA instructions of a warp that issues them"),
+        Figure("softmax_path", softmax.size / soft_tiles, "", "instructions of a warp on the softmax's path"),
+        Figure("exponentials", softmax.count(is_exp) / soft_tiles, "", "of them exponentials"),
+        Figure("barriers", barriers, "", "barrier operations on the paths of MMAs and softmax"),
+    )
+
+
+def _pace(config: DecodeConfig, arch: Arch, work: Work, path: float) -> tuple[Figure, ...]:
+    """Clocks of an SM for a tile of one of its CTAs, by what they are spent on; the largest sets the pace."""
+    memory = work.kv_bytes / arch.bytes_per_ns * arch.clock_mhz / 1000
+    shared = work.shared_bytes / SHARED_BYTES_PER_CLOCK
+    issue = path * work.softmax_warps / SCHEDULERS
+    flight = work.ring_bytes * config.ctas_per_sm
+    return (
+        Figure("memory_clocks", memory, "", f"to read the tile at the SM's share of {arch.bandwidth_gbps} GB/s"),
+        Figure("shared_clocks", shared, "", f"of shared memory at {SHARED_BYTES_PER_CLOCK} B a clock"),
+        Figure("softmax_clocks", issue, "", f"to issue the softmax's path on {SCHEDULERS} schedulers"),
+        Figure("busiest_beside_memory", max(shared, issue) / memory, "", "below 1: memory sets the pace"),
+        Figure("ring_bytes", flight, "B", "K and V on their way to an SM when all stages are empty"),
+        Figure("latency_bytes", arch.latency_bytes, "B", f"an SM needs at {arch.latency_ns} ns of latency (assumed)"),
+        Figure("ring_per_latency", flight / arch.latency_bytes, "", "2 keeps memory busy while half is being read"),
+    )
