@@ -262,6 +262,24 @@ def test_show_prints_the_whole_launch(run: Callable[..., Result], tmp_path: Path
     assert ptx == (folder / artifact.emitted["ptx"].path).read_text()
 
 
+def test_show_estimates_a_key_s_cost(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "/*0000*/ NOP ;\n.L:\n/*0010*/ HMMA.16816.F32 R4 ;\n/*0020*/ MUFU.EX2 R5, R5 ;\n/*0030*/ @P0 BRA `(.L) ;"
+    monkeypatch.setattr("cubinery.aot.inspect.sass", lambda _: code)
+    folder = make_bundle(tmp_path / "b")
+    decode = next(a.key for a in Manifest.read(folder).artifacts if a.impl == "mma")
+    text = run("show", decode, "--bundle", tmp_path / "b", "--estimate").stdout
+    assert "a tile of 128 keys of one KV head, Jetson AGX Thor" in text
+    document = json.loads(run("show", decode, "--bundle", tmp_path / "b", "--estimate", "--json").stdout)
+    assert (document["key"], document["chip"]) == (decode, "Jetson AGX Thor")
+    figures = {figure["name"]: figure["value"] for figure in document["figures"]}
+    assert figures["kv_bytes"] == 2 * 128 * 128
+    assert all(name in text for name in figures)
+    plan = next(a.key for a in Manifest.read(folder).artifacts if a.impl == "plan")
+    assert "expected a decode kernel" in _one_line(run("show", plan, "--bundle", tmp_path / "b", "--estimate"), 2)
+
+
 def test_show_of_what_is_not_there(run: Callable[..., Result], tmp_path: Path) -> None:
     make_bundle(tmp_path / "b")
     key = "paged_decode-sm_110a-mma-d128-p16-kvfp8"
@@ -270,7 +288,8 @@ def test_show_of_what_is_not_there(run: Callable[..., Result], tmp_path: Path) -
     assert "malformed" in _one_line(run("show", "nonsense", "--bundle", tmp_path / "b"), 2)
     assert "add `emit: [ptx]`" in _one_line(run("show", key, "--bundle", tmp_path / "b", "--ptx"), 2)
     both = _one_line(run("show", key, "--bundle", tmp_path / "b", "--ptx", "--sass"), 2)
-    assert "exclude each other" in both
+    assert "--sass and --ptx exclude each other" in both
+    assert "exclude" in _one_line(run("show", key, "--bundle", tmp_path / "b", "--ptx", "--estimate"), 2)
 
 
 # -- verify, diff, wheel -----------------------------------------------------------------------------
