@@ -304,6 +304,19 @@ def test_balanced_is_near_the_best_uniform_cut(batch: str, heads: int) -> None:
     assert chosen <= 1.15 * best
 
 
+@pytest.mark.parametrize("length", [384, 1024, 2048, 4096, 8192, 16384])
+def test_a_sequence_of_few_tiles_is_not_cut_into_all_of_them(length: int) -> None:
+    """Where an SM's share is less than a tile, merging decides; against every number of pieces."""
+    tiles = length // planner.TILE_KEYS
+    chosen = makespan(h200([length], 1), 1, 132, 2)
+    best = min(makespan(h200([length], 1, force_splits=n), 1, 132, 2) for n in range(1, min(tiles, 64) + 1))
+    assert chosen <= 1.05 * best
+
+
+def test_a_short_sequence_on_one_head() -> None:
+    assert splits(h200([4096], 1)) == [16]  # chunks of two tiles; of one, merging 32 takes as long as reading
+
+
 def test_the_simulated_grid() -> None:
     """What can be worked out by hand: eight tiles and what an item costs, alone and where two share an SM."""
     alone = (8 + planner.ITEM_COST / 16) * planner.LONE_TILE_COST / 16

@@ -28,6 +28,7 @@ from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 from cubinery.runtime.ops.paged_decode.planner import (
     CHUNK_FACTORS,
     ITEM_COST,
+    LEAST_SHARE,
     MAX_LENGTH,
     SPLIT_COST,
 )
@@ -239,7 +240,7 @@ class SplitPlanner:
         ctas, sm_count, ctas_per_sm, lone_tile_cost = machine
         lane, warp = tidx % 32, tidx // 32
         if warp < CANDIDATES:
-            share = (16 * total * ctas + (sm_count - 1)) // sm_count
+            share = cutlass.max((16 * total * ctas + (sm_count - 1)) // sm_count, Int64(LEAST_SHARE))
             factor = Int64(CHUNK_FACTORS[0])
             for i in cutlass.range_constexpr(1, len(CHUNK_FACTORS)):
                 factor = cutlass.select_(warp == i, Int64(CHUNK_FACTORS[i]), factor)

@@ -38,6 +38,8 @@ MAX_WORK = 65535
 # The estimate of `balanced`, in sixteenths of the time that an SM of a full machine takes for one tile.
 CHUNK_FACTORS = (8, 9, 10, 12, 14, 16, 17, 18, 19, 20, 22, 24, 28, 32, 40, 48, 64)
 """Chunk lengths that are tried, in sixteenths of an SM's fair share of all tiles; unsplit comes last."""
+LEAST_SHARE = 16
+"""A share of less than a tile counts as one, in sixteenths: its multiples would all be the same chunk, of one tile."""
 ITEM_COST = 8
 """Start, first loads in flight and end of a CTA."""
 LONE_TILE_COST = 13
@@ -279,7 +281,7 @@ def _balanced_counts(
         chunk = np.array([[-(-longest // force_splits)]])
         forced: Ints = np.minimum((tiles + (chunk - 1)) // chunk, most)[0]
         return forced
-    share = -(-16 * total * ctas // sm_count)
+    share = max(-(-16 * total * ctas // sm_count), LEAST_SHARE)
     tried = [chunk for chunk in ((f * share + 255) >> 8 or 1 for f in CHUNK_FACTORS) if chunk < longest]
     whole = np.ones_like(tiles)
     if not tried:  # a share of the work is longer than any sequence
