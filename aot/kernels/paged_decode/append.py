@@ -215,16 +215,14 @@ class CacheAppend:
 
     def quantise(self, words, factor, fmt):
         """(packed codes of bf16 pairs, code of nvfp4's block scale)."""
-        top_bits = narrow.magnitude_bits_bf16(words)
-        values = [x for word in words for x in ptx.unpack_bf16x2(word)]
         scale_code = Uint32(0)
         if self.config.kv_format == "nvfp4":
-            scale_code, factor = self.block_scale(top_bits, factor)
-        quotients = narrow.divide(values, top_bits, factor)
-        if fmt is E4M3:
-            packed = [narrow.pack_e4m3x4(quotients[i : i + 4], values[i : i + 4]) for i in range(0, len(values), 4)]
-        else:
-            packed = narrow.pack_codes([narrow.encode_small(x, fmt) for x in quotients], self.bits)
+            scale_code, factor = self.block_scale(narrow.magnitude_bits_bf16(words), factor)
+        if fmt is not E4M3:
+            return narrow.pack_small(narrow.divide_for_codes(words, factor, fmt), fmt), scale_code
+        values = [x for word in words for x in ptx.unpack_bf16x2(word)]
+        quotients = narrow.divide(values, narrow.magnitude_bits_bf16(words), factor)
+        packed = [narrow.pack_e4m3x4(quotients[i : i + 4], values[i : i + 4]) for i in range(0, len(values), 4)]
         return packed, scale_code
 
     def block_scale(self, top_bits, global_scale):

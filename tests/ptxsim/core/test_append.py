@@ -16,7 +16,7 @@ from cubinery.aot.problems.paged_decode import append, mma
 from cubinery.aot.problems.paged_decode.append import Case
 from cubinery.aot.ptxsim.driver import SimDriver
 from cubinery.aot.ptxsim.hosts import watching
-from cubinery.aot.ptxsim.isa.rounding import fma_nearest
+from cubinery.aot.ptxsim.isa.rounding import fma_nearest, to_f32
 from cubinery.aot.references.paged_append import append_rows
 from cubinery.aot.references.paged_decode import paged_attention
 from cubinery.aot.references.tolerances import PAGED_DECODE, deviation
@@ -26,7 +26,7 @@ from cubinery.runtime.families import parse_key
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
-from cubinery.runtime.ops.paged_decode.formats import ELEMENTS, KV_FORMATS, midpoints
+from cubinery.runtime.ops.paged_decode.formats import E2M1, E2M3, E3M2, ELEMENTS, KV_FORMATS, FloatFormat, midpoints
 
 pytest.importorskip("cutlass", reason="the compiler is not installed")
 torch: Any = pytest.importorskip("torch", reason="the operator needs torch")
@@ -251,6 +251,40 @@ def test_the_quick_division_is_exact_where_it_is_used() -> None:
     for _ in range(2):
         q = fma_nearest(fma_nearest(-d, q, x), y, q)
     assert np.array_equal(q, x / d)
+
+
+@pytest.mark.parametrize("fmt", [E2M1, E3M2, E2M3], ids=lambda fmt: fmt.name)
+def test_products_that_replace_quotients_are_on_the_right_side_of_midpoints(fmt: FloatFormat) -> None:
+    """Every significand of x and of a midpoint m, with every divisor that brings x / d within 2^-18 of m.
+
+    All others are further off than two roundings move them. The bound that `narrow.divide_for_codes` names is
+    m + ulp(m) / 2, counted here in integers; the products are its three operations, and the scaling's.
+    """
+    from cubinery.aot.kernels.common import narrow
+
+    middles = midpoints(fmt).astype(np.float64)
+    ms = np.unique(np.frexp(middles)[0] * 32).astype(np.int64)  # 16 to 31
+    xs, exponents = np.arange(128, 256), np.arange(15, 25)
+    m, x, k, near = (part.ravel() for part in np.meshgrid(ms, xs, exponents, np.arange(-40, 41), indexing="ij"))
+    d = (x << k) // m + near
+    inside = (d >= 1 << 23) & (d < 1 << 24)
+    m, x, k, d = m[inside], x[inside], k[inside], d[inside]
+    # x 2^k / d > m + ulp / 2, where m is 16 to 31 and has an ulp of 2^-19.
+    above = (x << k + 20) > d * ((m << 20) + 1)
+    closest = ((x << k + 20) - d * ((m << 20) + 1)) / (d * (m << 20))
+    assert closest[~above].max() < -(2.0**-32), "a quotient below its bound, but not by enough"
+    assert closest[above].min() > 0
+
+    divisor = d.astype(np.float32)
+    high = np.float32(1) / divisor
+    low = fma_nearest(high, np.float32(narrow.UPWARDS), high * fma_nearest(-divisor, high, np.float32(1)))
+    value = np.ldexp(x.astype(np.float32), k).astype(np.float32)
+    product = fma_nearest(value, high, value * low)
+    assert np.array_equal(product > m, above)
+    assert np.array_equal(value / divisor > m, above)
+    # Scaled towards zero by a little less than a power of two, a midpoint falls below itself, and nothing else does.
+    scaled = to_f32(product.astype(np.float64) * (1 - 2.0**-24), "rz")
+    assert np.array_equal(scaled >= m, above)
 
 
 def test_the_formats_are_those_of_the_quantisers() -> None:
