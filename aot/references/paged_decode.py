@@ -86,8 +86,8 @@ def paged_attention(
     `o` has the shape of `q`; `lse` is (num_seqs, num_kv_heads, q_len * group_size) in packed row order.
     A row that sees no key has o = 0, and lse = -inf or its sink. Rows past q_lens have o = 0 and lse = -inf.
     """
-    lengths = [int(n) for n in _host(seq_lens)]
-    table = _host(block_table)
+    lengths = [int(n) for n in to_host(seq_lens)]
+    table = to_host(block_table)
     num_seqs = len(lengths)
     shape = tuple(q.shape)
     head_dim, num_q_heads = shape[-1], shape[-2]
@@ -100,7 +100,7 @@ def paged_attention(
     gain = out_scale * per_seq_head(v_descale, num_seqs, num_kv_heads)
     o = np.zeros_like(queries)
     lse = np.full((num_seqs, num_kv_heads, q_len, group), -np.inf)
-    tokens = [q_len] * num_seqs if q_lens is None else [min(max(int(n), 0), q_len) for n in _host(q_lens)]
+    tokens = [q_len] * num_seqs if q_lens is None else [min(max(int(n), 0), q_len) for n in to_host(q_lens)]
     logits = None if sinks is None else to_doubles(sinks).reshape(num_kv_heads, group)
     for seq, (length, new) in enumerate(zip(lengths, tokens, strict=True)):
         # Only the pages read are converted, so poisoned ones elsewhere cost nothing and cannot leak.
@@ -158,12 +158,12 @@ def per_seq_head(descale: Any, num_seqs: int, num_kv_heads: int) -> Doubles:
     """A descale in any granularity, expanded to (num_seqs, num_kv_heads)."""
     if descale is None:
         return np.ones((num_seqs, num_kv_heads))
-    values = np.asarray(descale if isinstance(descale, int | float) else _host(descale), np.float64)
+    values = np.asarray(descale if isinstance(descale, int | float) else to_host(descale), np.float64)
     if values.size == 1:
         values = values.reshape(1, 1)
     return np.broadcast_to(values, (num_seqs, num_kv_heads))
 
 
-def _host(x: Any) -> Any:
+def to_host(x: Any) -> Any:
     """A host array of a list, array or tensor."""
     return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x)

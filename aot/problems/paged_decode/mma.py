@@ -1,4 +1,4 @@
-"""A paged decode of sequences in several chunks, against float64 attention: for `mma`, and for others to use."""
+"""A paged decode of sequences in several chunks, against its reference: for `mma`, and for others to use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy as np
 from cubinery.aot.problems import SEED, Finding, Subject
 from cubinery.aot.references import tolerances
 from cubinery.aot.references.paged_decode import paged_attention
+from cubinery.aot.references.paged_decode_tcgen05 import chunks_of, emulated_attention
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.errors import CubineryError
-from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig, MmaConfig
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig, MmaConfig, Tcgen05Config
 from cubinery.runtime.ops.paged_decode.quantize import quantize_kv
+from cubinery.runtime.ops.paged_decode.select import TCGEN05_KNOBS
 
 NUM_KV_HEADS = 2
 WINDOW, SOFTCAP = 170, 2.0
@@ -53,7 +55,7 @@ def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) 
         subject.library, head_dim=config.head_dim, page_size=config.page_size, kv_format=config.kv_format,
         q_len=config.q_len, causal=config.causal, q_dtype=config.q_dtype, impl=config.impl,
         row_tile=config.row_tile, ctas_per_sm=config.ctas_per_sm, pdl=config.pdl, sinks=config.sinks,
-        q_lens=config.q_lens, **launch_values(config),
+        q_lens=config.q_lens, **launch_values(config), **knobs(config),
     )  # fmt: skip
     if op.keys(group)[0] != subject.key:
         raise CubineryError(f"{subject.key}: the public call picks {op.keys(group)[0]} for its configuration")
@@ -61,16 +63,23 @@ def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) 
     if config.pdl:  # once more: the second decode may start before the first has ended
         plan.run(**problem)
     o, lse = plan.run(**problem)
-    expected = paged_attention(
-        **problem, seq_lens=keys, q_len=config.q_len, causal=config.causal, kv_format=config.kv_format,
-        **launch_values(config),
-    )  # fmt: skip
+    axes = {"q_len": config.q_len, "causal": config.causal, "kv_format": config.kv_format}
+    if isinstance(config, Tcgen05Config):
+        chunks = chunks_of(plan.splits.work, len(keys))
+        expected = emulated_attention(**problem, seq_lens=keys, chunks=chunks, q_dtype=config.q_dtype, **axes)
+    else:
+        expected = paged_attention(**problem, seq_lens=keys, **axes, **launch_values(config))
     return tolerances.deviation(o.cpu().double().numpy(), lse.cpu().numpy(), *expected)
 
 
 def launch_values(config: DecodeConfig) -> dict[str, Any]:
     """What PagedDecode is told of the axes that have a size."""
     return {"window": WINDOW if config.window else None, "softcap": SOFTCAP if config.softcap else None}
+
+
+def knobs(config: DecodeConfig) -> dict[str, Any]:
+    """What PagedDecode is told of the axes that `tcgen05` alone has."""
+    return {name: getattr(config, name) for name in TCGEN05_KNOBS} if isinstance(config, Tcgen05Config) else {}
 
 
 def decode_problem(config: DecodeConfig, group: int, lengths: Sequence[int], seed: int = SEED) -> dict[str, Any]:

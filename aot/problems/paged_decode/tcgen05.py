@@ -1,4 +1,4 @@
-"""A paged decode of the `tcgen05` kernel, of sequences in several chunks, against float64 attention."""
+"""A paged decode of the `tcgen05` kernel, of sequences in several chunks, against its emulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check(subject: Subject) -> Finding:
     config = subject.config
     assert isinstance(config, Tcgen05Config)
     found = decode(subject, keys=lengths(config, subject.arch))
-    return Finding(found.within(tolerances.PAGED_DECODE["tcgen05"]), str(found))
+    return Finding(found.within(tolerances.paged_decode(config.impl, config.q_dtype)), str(found))
 
 
 def lengths(config: Tcgen05Config, arch: str) -> tuple[int, ...]:
