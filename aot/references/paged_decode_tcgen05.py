@@ -38,7 +38,7 @@ def chunks_of(work: Any, num_seqs: int) -> list[list[tuple[int, int]]]:
 def round_p(p: Doubles, q_dtype: str) -> Doubles:
     """p in [0, 1] as the second product takes it, undoing the scale: e4m3(448 p) / 448, or bf16(p)."""
     if q_dtype == "e4m3":
-        return decode(encode(np.asarray(p * P_SCALE, np.float32), E4M3), E4M3).astype(np.float64) / P_SCALE
+        return np.asarray(decode(encode(np.asarray(p * P_SCALE, np.float32), E4M3), E4M3), np.float64) / P_SCALE
     bits = np.asarray(p, np.float32).view(np.uint32)  # not negative and finite: the carry may run into the exponent
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
     return rounded.view(np.float32).astype(np.float64)
@@ -107,7 +107,7 @@ def _converted(rows: Any, kv_format: str, scales: Any) -> Doubles:
     if kv_format != "nvfp4":
         return exact
     codes = encode(np.asarray(exact * NVFP4_SHIFT, np.float32), E4M3)  # code * scale has six bits: exact in fp32
-    return decode(codes, E4M3).astype(np.float64) / NVFP4_SHIFT
+    return np.asarray(decode(codes, E4M3), np.float64) / NVFP4_SHIFT
 
 
 def _chunk(

@@ -65,7 +65,7 @@ def test_rounding_p_costs_what_its_bits_say(q_dtype: str, at_least: float, at_mo
 
 
 def test_p_is_rounded_relative_to_the_maximum_so_far() -> None:
-    """Two tiles, of which the second has the larger score: chunks of their own round p alike, one chunk scales later."""
+    """Two tiles, of which the second has the larger score: the first one's p are scaled after rounding."""
     q, k = np.full((1, 1, 64), 1.0), np.zeros((16, 16, 1, 64))
     k[:8] = 0.1 / 64  # the first tile's scores are 0.1, the second's 0.4 but for one key
     k[8:] = 0.3 / 64

@@ -92,9 +92,8 @@ class Bench:
             "window": WINDOW if self.has("window") else None, "softcap": SOFTCAP if self.has("softcap") else None,
             "with_sinks": self.has("sinks"), "with_q_lens": self.has("q_lens"),
         }  # fmt: skip
-        return Case(
-            lengths, CPU, h_q=heads * (group or self.group()), h_k=heads, **({"layout": "nhd", "seed": 5} | axes | fields)
-        )  # fmt: skip
+        axes |= {"layout": "nhd", "seed": 5} | fields
+        return Case(lengths, CPU, h_q=heads * (group or self.group()), h_k=heads, **axes)
 
     def clear_tails(self, case: Case) -> None:
         """Zeros, which every format has, in place of what is stored where no sequence has keys."""
@@ -108,7 +107,8 @@ class Bench:
         call = self._calls.get((case.q_len, case.causal))
         if call is None:
             call = self._calls[case.q_len, case.causal] = PagedDecode(
-                self.library, impl=self.config.impl, row_tile=self.config.row_tile, head_dim=case.d, page_size=case.page_size, kv_format=case.kv_format,
+                self.library, impl=self.config.impl, row_tile=self.config.row_tile, head_dim=case.d,
+                page_size=case.page_size, kv_format=case.kv_format,
                 q_len=case.q_len, causal=case.causal, q_dtype=case.q_dtype, window=case.window, softcap=case.softcap,
                 sinks=case.with_sinks, q_lens=case.with_q_lens, ctas_per_sm=self.config.ctas_per_sm,
                 pdl=self.config.pdl, **knobs(self.config),

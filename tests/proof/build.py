@@ -1,7 +1,7 @@
 """Build the decode kernels of specs for other archs too, with the PTX that the simulator executes.
 
-    PYTHONPATH=src:tests python -m proof.build --spec kernel_specs/proof/paged_decode.yaml --arch sm_90a --arch sm_110a \
-        --out build/proof-sim
+    PYTHONPATH=src:tests python -m proof.build --spec kernel_specs/proof/paged_decode.yaml \
+        --arch sm_90a --arch sm_110a --out build/proof-sim
 
 A spec's configurations are built for every arch that is named and that can have them: the twins of a covering set.
 """

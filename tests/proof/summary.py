@@ -63,26 +63,23 @@ def summary(found: Sequence[Task], results: Sequence[Result]) -> str:
         own = by_kind[which]
         failed = sum(bool(row.error) for row in own)
         good = [row for row in own if not row.error]
-        main.append((
-            which[0], which[1], f"`{which[2]}`", len({id[0] for id in planned[which]}), f"{len(own)} of {len(planned[which])}",
-            failed, f"{sum(row.launches for row in own):,}", *(
-                f"{max((getattr(row, name) for row in good), default=0.0):.1e}" for name in ("o", "rms", "lse", "exact")
-            ),
-        ))  # fmt: skip
+        worst = [max((getattr(row, name) for row in good), default=0.0) for name in ("o", "rms", "lse", "exact")]
+        keys, done = len({task_id[0] for task_id in planned[which]}), f"{len(own)} of {len(planned[which])}"
+        launches = f"{sum(row.launches for row in own):,}"
+        main.append((*which[:2], f"`{which[2]}`", keys, done, failed, launches, *(f"{x:.1e}" for x in worst)))
     lines += table(
         ("kernel", "P", "arch", "keys", "trials run", "failed", "launches", "O, worst row", "O, rms of rows", "LSE",
          "O from exact P"), main,
     )  # fmt: skip
     count, seconds = sum(row.instructions for row in rows), sum(row.seconds for row in rows)
     rate = seconds / max(1, len(rows))
-    lines += [
-        "",
+    text = (
         f"{count / 1e6:,.0f} million warp instructions in {seconds / 60:.0f} minutes of one process, {rate:.1f} s a "
         f"trial; all {len(wanted):,} take about {rate * len(wanted) / 3600:.1f} hours. "
         f"{siblings(rows)} groups of kernels that differ in ring depth, PDL, prefetch or eviction alone were compared; "
-        f"outputs that depend on those or on the schedule: {len(disagreements(rows))}.",
-        "",
-    ]
+        f"outputs that depend on those or on the schedule: {len(disagreements(rows))}."
+    )
+    lines += ["", text, ""]
     columns = sorted({which[:1] + which[2:] for which in planned})
     body = []
     for trial in (*TRIALS, LONGEST):

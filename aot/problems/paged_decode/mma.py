@@ -63,7 +63,7 @@ def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) 
     if config.pdl:  # once more: the second decode may start before the first has ended
         plan.run(**problem)
     o, lse = plan.run(**problem)
-    axes = {"q_len": config.q_len, "causal": config.causal, "kv_format": config.kv_format}
+    axes: dict[str, Any] = {"q_len": config.q_len, "causal": config.causal, "kv_format": config.kv_format}
     if isinstance(config, Tcgen05Config):
         chunks = chunks_of(plan.splits.work, len(keys))
         expected = emulated_attention(**problem, seq_lens=keys, chunks=chunks, q_dtype=config.q_dtype, **axes)
