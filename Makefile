@@ -24,7 +24,7 @@ ARCHS := $(subst $(comma), ,$(ARCH))
 ARCH_FLAGS  = $(foreach a,$(ARCHS),--arch $(a))
 BUILD_FLAGS = $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) --out $(OUT) $(if $(JOBS),--jobs $(JOBS))
 
-.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize bench bench-append bench-planning bench-host bench-build clean distclean install need-arch
+.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize proof bench bench-append bench-planning bench-host bench-build clean distclean install need-arch
 
 help:  ## Show this list
 	@echo "Targets (variables: ARCH, SPEC, OUT, JOBS, BUNDLE, DIST, PYTEST_ARGS, PYTHON):"
@@ -93,6 +93,10 @@ sanitize:  ## Run compute-sanitizer's four tools over the kernels of BUNDLE=... 
 	  PYTHONPATH=src compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 9 \
 	    $(PYTHON) tests/gpu/sanitize.py $(BUNDLE) || exit $$?; \
 	done
+
+# build/proof-sim: python -m proof.build, see docs/results/blackwell.md. What its results hold is not run again.
+proof: $(STAMP)  ## Run the written edge cases on the simulator over every decode of BUNDLE=... that keeps its PTX
+	@PYTHONPATH=src:tests $(PY) -m proof --bundle $(BUNDLE) --results $(BUNDLE)-results.jsonl --summary - $(PROOF_ARGS)
 
 bench:  ## Measure BUNDLE=... on this machine's GPU and draw the roofline (needs no compiler)
 	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks $(BENCH_ARGS)
