@@ -23,7 +23,7 @@ from cubinery.runtime.families import parse_key
 
 KEYS = (
     "paged_decode-sm_90a-mma-d128-p16-kvfp8",
-    "paged_decode-sm_110a-mma-d64-p32-kvnvfp4-qte4m3-q3",
+    "paged_decode-sm_110a-mma-d64-p32-kvnvfp4-qte4m3-q3-t32",
 )
 
 
