@@ -241,6 +241,11 @@ def store_global_bf16(address: Int64, value: Float32) -> None:
     )
 
 
+def store_global_f32(address: Int64, value: Float32) -> None:
+    """One fp32 value to global memory."""
+    inline("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
 def store_global_v2(address: Int64, values: Fragment) -> None:
     """8 bytes to global memory."""
     inline("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *values])
@@ -289,6 +294,16 @@ def load_shared_i32(address: Int32) -> Int32:
     return inline("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
+def load_shared_i32x2(address: Int32) -> tuple[Int32, ...]:
+    """Two consecutive int32 from shared memory."""
+    return inline("ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32] * 2, read_only_args=[address])
+
+
+def load_shared_i64(address: Int32) -> Int64:
+    """One int64 from shared memory."""
+    return inline("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
+
+
 def load_shared_i32x4(address: Int32) -> tuple[Int32, ...]:
     """Four consecutive int32 from shared memory."""
     return inline(
@@ -301,6 +316,19 @@ def load_shared_i32x4(address: Int32) -> tuple[Int32, ...]:
 def store_shared_i32(address: Int32, value: Int32) -> None:
     """One int32 to shared memory."""
     inline("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_shared_i64(address: Int32, value: Int64) -> None:
+    """One int64 to shared memory."""
+    inline("st.shared.b64 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def store_shared_e4m3x2(address: Int32, low: Float32, high: Float32) -> None:
+    """Two fp32 values as e4m3 (nearest even, saturating) to shared memory."""
+    inline(
+        "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
+        read_only_args=[address, low, high],
+    )
 
 
 def store_shared_f32(address: Int32, value: Float32) -> None:
@@ -416,10 +444,14 @@ def prefetch_tensor_map(tensor_map: Any) -> None:
     inline("prefetch.tensormap [{$r0}];", read_only_args=[tensor_map])
 
 
-def tma_load_4d(destination: Int32, tensor_map: Any, coordinates: Sequence[Any], barrier: Int32) -> None:
-    """Start one box of a rank-4 tensor map; its bytes are credited to `barrier`."""
+def tma_load_4d(
+    destination: Int32, tensor_map: Any, coordinates: Sequence[Any], barrier: Int32, policy: int | None = None
+) -> None:
+    """Start one box of a rank-4 tensor map; its bytes are credited to `barrier`. `policy`: how L2 keeps the lines."""
     inline(
-        "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
-        "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}}], [{$r6}];",
-        read_only_args=[destination, tensor_map, *coordinates, barrier],
+        "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+        + ("" if policy is None else ".L2::cache_hint")
+        + " [{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}}], [{$r6}]"
+        + (";" if policy is None else ", {$r7};"),
+        read_only_args=[destination, tensor_map, *coordinates, barrier, *([] if policy is None else [Int64(policy)])],
     )

@@ -38,9 +38,17 @@ from cubinery.aot.kernels.paged_decode.abi import optional_params, scale_params
 from cubinery.aot.kernels.paged_decode.mma_compute import Consumer
 from cubinery.aot.kernels.paged_decode.mma_load import Producer
 from cubinery.aot.kernels.paged_decode.mma_mask import Mask
-from cubinery.aot.kernels.paged_decode.mma_merge import SplitMerge
 from cubinery.aot.kernels.paged_decode.mma_store import Epilogue
-from cubinery.aot.kernels.paged_decode.mma_tile import EMPTY, FULL, ITEM_END, OUT_SCALE, MmaTile
+from cubinery.aot.kernels.paged_decode.mma_tile import (
+    CONSUMER_BARRIER,
+    EMPTY,
+    FULL,
+    IS_LAST,
+    ITEM_END,
+    OUT_SCALE,
+    MmaTile,
+)
+from cubinery.aot.kernels.paged_decode.split_merge import SplitMerge
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
@@ -51,7 +59,11 @@ class PagedDecodeMma(MmaTile):
     def __init__(self, config: MmaConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.producer, self.consumer = Producer(config, arch), Consumer(config, arch)
-        self.epilogue, self.split_merge = Epilogue(config, arch), SplitMerge(config, arch)
+        self.epilogue = Epilogue(config, arch)
+        self.split_merge = SplitMerge(
+            head_dim=config.head_dim, row_tile=config.row_tile, warps=config.consumer_warps, barrier=CONSUMER_BARRIER,
+            is_last=IS_LAST,
+        )  # fmt: skip
         self.mask = Mask(config, arch)
 
     @cute.jit

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 from cutlass import Int32, cute
 
 from cubinery.aot.kernels.paged_decode.abi import kv_map
+from cubinery.aot.kernels.paged_decode.constants import LOG2E, NEG_INF, TINY
 from cubinery.aot.kernels.paged_decode.mma_kv import FORMATS
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
-LOG2E = math.log2(math.e)
-NEG_INF = -math.inf
-TINY = 2.0**-126
-"""The smallest normal fp32."""
+__all__ = ["LOG2E", "NEG_INF", "TINY", "MmaTile"]
 
 # Byte offsets in the fixed part of shared memory.
 FULL, EMPTY = 0, 128  # MOST_STAGES mbarriers each

@@ -108,9 +108,8 @@ def decode(value: int, kind: str, group: int = 1, ws: bool = False) -> Instructi
     if reason := _shape_error(m, n, kind, group, ws):
         raise refuse(f"M {m}, N {n}: {reason}")
     a_major, b_major = bool(field(15, 1)), bool(field(16, 1))
-    narrow = ("e2m3", "e3m2", "e2m1")
-    if (a_major and a in narrow) or (b_major and b in narrow):
-        raise refuse("sub-byte elements are K-major")
+    if kind in ("mxf4", "mxf4nvf4") and (a_major or b_major):
+        raise refuse("packed 4-bit elements are K-major")
     if kind in BLOCK_SCALED:
         if field(31, 1):
             raise refuse("K = 96 is not executed")

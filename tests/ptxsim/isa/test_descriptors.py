@@ -158,7 +158,7 @@ def bad(kind: str, group: int = 1, ws: bool = False, **changes: Any) -> tuple[in
         (bad("f16", n=0), "expected N"),
         (bad("i8", n=40), "steps of 16"),
         (bad("mxf8f6f4", m=64), "expected M of 128"),
-        (bad("f8f6f4", b_mn_major=True), "K-major"),
+        (bad("mxf4", group=2, b_mn_major=True), "K-major"),
         (bad("f16", ws=True, n=32), "N 64, 128 or 256"),
         (bad("mxf4", group=2, scale_type="ue4m3"), "scales"),
         (bad("tf32", group=2, saturate=True), "saturate"),

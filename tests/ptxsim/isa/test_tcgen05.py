@@ -81,8 +81,10 @@ def put(shared: Any, matrix: Any, kind: str, start: int, name: str, packed: bool
     return SmemDescriptor(start, leading, 8 * width, SWIZZLES[name], version=1)
 
 
-def put_columns(shared: Any, matrix: Any, start: int) -> SmemDescriptor:
-    """(mn, k) codes MN-major with the 128-byte swizzle."""
+def put_columns(shared: Any, matrix: Any, kind: str, start: int) -> SmemDescriptor:
+    """(mn, k) codes MN-major with the 128-byte swizzle; narrow ones in padded containers along M or N."""
+    if kind in ("e2m1", "e2m3", "e3m2"):
+        matrix = np.array([np.frombuffer(row_bytes(column, kind, False), np.uint8) for column in matrix.T]).T
     size, (mn, k) = matrix.dtype.itemsize, matrix.shape
     per = 128 // size
     leading = 1024
@@ -119,9 +121,9 @@ def check(
     first = second = None
     for i, cta in enumerate(ctas):
         mine = a[i * d.m // group : (i + 1) * d.m // group], b[i * d.n // group : (i + 1) * d.n // group]
-        first = put_columns(cta.shared, mine[0], 2048) if d.a_mn_major else put(
+        first = put_columns(cta.shared, mine[0], d.a_type, 2048) if d.a_mn_major else put(
             cta.shared, mine[0], d.a_type, 2048, swizzle, packed)  # fmt: skip
-        second = put_columns(cta.shared, mine[1], 65536) if d.b_mn_major else put(
+        second = put_columns(cta.shared, mine[1], d.b_type, 65536) if d.b_mn_major else put(
             cta.shared, mine[1], d.b_type, 65536, swizzle, packed)  # fmt: skip
     assert first is not None
     assert second is not None
@@ -175,6 +177,7 @@ def test_kinds(d: InstructionDescriptor, swizzle: str) -> None:
 
 
 @pytest.mark.parametrize("d", [D("f16", 64, 32, "bf16", "bf16", "f32"), D("f8f6f4", 64, 32, "e4m3", "e4m3", "f32"),
+                               D("f8f6f4", 64, 32, "e2m1", "e3m2", "f32"), D("f8f6f4", 64, 32, "e2m3", "e4m3", "f32"),
                                D("i8", 64, 32, "s8", "s8", "s32")])  # fmt: skip
 @pytest.mark.parametrize(("a_turn", "b_turn"), [(True, False), (False, True), (True, True)])
 def test_operands_by_columns(d: InstructionDescriptor, a_turn: bool, b_turn: bool) -> None:

@@ -11,24 +11,35 @@ from cutlass import Float32, Int32, Int64, cute
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import store_f32
-from cubinery.aot.kernels.paged_decode.mma_tile import IS_LAST, LOG2E, NEG_INF, MmaTile
+from cubinery.aot.kernels.paged_decode.constants import LOG2E, NEG_INF
 
 FEW_SPLITS = 4
 """Up to so many splits, a warp merges several rows at once."""
 
 
-class SplitMerge(MmaTile):
-    """What the computing warps do after a part of a split sequence."""
+class SplitMerge:
+    """What the computing warps of any decode kernel do after a part of a split sequence."""
+
+    def __init__(self, *, head_dim: int, row_tile: int, warps: int, barrier: int, is_last: int) -> None:
+        """For `warps` warps, from warp 0 on, that meet at a named barrier; `is_last`: where in shared memory one tells
+        the others whether this CTA merges, an int32.
+        """
+        self.head_dim, self.row_tile, self.warps = head_dim, row_tile, warps
+        self.barrier, self.flag = barrier, is_last
+
+    def meet(self):
+        """A barrier of the warps."""
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=32 * self.warps)
 
     @cute.jit
     def is_last(self, smem, tidx, counter, n_splits):
         """Whether this CTA's chunk is the last of its sequence to be written; all chunks are then visible to it."""
-        self.sync_consumers()  # thread 0 releases what all have written
+        self.meet()  # thread 0 releases what all have written
         if tidx == 0:
             finished = ptx.atomic_wrapping_increment(counter, n_splits - 1)
-            ptx.store_shared_i32(smem + IS_LAST, cutlass.select_(finished == n_splits - 1, Int32(1), Int32(0)))
-        self.sync_consumers()
-        return ptx.load_shared_i32(smem + IS_LAST) != 0
+            ptx.store_shared_i32(smem + self.flag, cutlass.select_(finished == n_splits - 1, Int32(1), Int32(0)))
+        self.meet()
+        return ptx.load_shared_i32(smem + self.flag) != 0
 
     @cute.jit
     def merge(
@@ -40,17 +51,16 @@ class SplitMerge(MmaTile):
         Splits come in batches of 32, one lane holding the m and l of each, under a running maximum. `first_row` is
         the first row of this head in the sequence's first partial slot; slots are `rows` rows apart.
         """
-        c = self.config
-        per_warp = c.row_tile // c.consumer_warps
+        per_warp = self.row_tile // self.warps
         place = (o_partial, m_partial, l_partial, first_row, rows, n_splits)
         if n_splits <= FEW_SPLITS:
             # Several rows at once: their requests are under way together.
             for i in cutlass.range(per_warp // self.few_rows, unroll=1):
-                n0 = row0 + (i * c.consumer_warps + warp) * self.few_rows
+                n0 = row0 + (i * self.warps + warp) * self.few_rows
                 self.merge_rows(lane, n0, n_q, group_size, place, scale_o, target, self.few_rows, FEW_SPLITS)
         else:
             for i in cutlass.range(per_warp, unroll=1):
-                n0 = row0 + i * c.consumer_warps + warp
+                n0 = row0 + i * self.warps + warp
                 self.merge_rows(lane, n0, n_q, group_size, place, scale_o, target, 1, self.depth)
 
     @cute.jit
@@ -115,17 +125,17 @@ class SplitMerge(MmaTile):
     @property
     def few_rows(self) -> int:
         """Rows that a warp merges at once where splits are few."""
-        return max(1, min(self.config.row_tile // self.config.consumer_warps, 64 // (FEW_SPLITS * self.columns)))
+        return max(1, min(self.row_tile // self.warps, 64 // (FEW_SPLITS * self.columns)))
 
     @property
     def columns(self) -> int:
         """Columns of a row that one lane merges."""
-        return max(4, self.config.head_dim // 32)
+        return max(4, self.head_dim // 32)
 
     @property
     def lanes(self) -> int:
         """Lanes of a warp that have columns."""
-        return min(32, self.config.head_dim // 4)
+        return min(32, self.head_dim // 4)
 
     @property
     def depth(self) -> int:
@@ -145,7 +155,7 @@ class SplitMerge(MmaTile):
         values = [Float32(0.0)] * self.columns
         if (split < n_splits) & (lane < self.lanes):
             row = first + Int64(split) * rows
-            address = o_partial.toint() + (row * self.config.head_dim + lane * 4) * 4
+            address = o_partial.toint() + (row * self.head_dim + lane * 4) * 4
             values = [x for v in range(self.columns // 4) for x in ptx.load_global_f32x4(address + v * 512)]
         return values
 

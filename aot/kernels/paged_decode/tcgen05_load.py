@@ -1,0 +1,72 @@
+"""The producer of the tensor-memory kernel: pages of K and V into the ring, by TMA."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+
+from cubinery.aot.kernels.common import ptx
+from cubinery.aot.kernels.common.memory import load_i32
+from cubinery.aot.kernels.paged_decode.tcgen05_tile import EMPTY, FULL, Tile
+from cubinery.runtime.ops.paged_decode.decode_config import TILE_KEYS
+from cubinery.runtime.ops.paged_decode.tcgen05_config import BLOCK_DIM
+
+EVICT_FIRST = 0x12F0000000000000
+"""The L2 policy of lines that are read once."""
+
+
+class Producer(Tile):
+    """One warp that keeps the ring full: K0, K1, V0, K2, V1, ..., a stage for each 128 elements of head_dim."""
+
+    @cute.jit
+    def prefetch_maps(self, lane, k_map, v_map):
+        """Bring both tensor maps close to the copy engine."""
+        if lane == 0:
+            ptx.prefetch_tensor_map(k_map.get_ptr())
+            ptx.prefetch_tensor_map(v_map.get_ptr())
+
+    @cute.jit
+    def produce(self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, tiles):
+        """Load the tiles of a chunk. Lane i issues the box of a stage's page i."""
+        first = key_begin + lane * self.config.page_size  # of the lane's page, in the first tile
+        place = (block_table, table_row, num_pages, key_end)
+        page = self.look_up(place, lane, first)
+        previous = Int32(0)
+        stage = Int32(0)
+        phase = Int32(1)  # the first pass over the ring waits for nothing
+        for i in cutlass.range(tiles + 1, unroll=1):
+            # Looked up one tile ahead, so that the latency hides behind the wait for a stage.
+            following = self.look_up(place, lane, first + (i + 1) * TILE_KEYS)
+            if i < tiles:
+                stage, phase = self.load_tile(smem, lane, k_map, head, page, stage, phase)
+            if i > 0:
+                stage, phase = self.load_tile(smem, lane, v_map, head, previous, stage, phase)
+            previous = page
+            page = following
+
+    @cute.jit
+    def load_tile(self, smem, lane, tensor_map, head, page, stage, phase):
+        """K or V of one tile, whose page this lane knows; returns the next stage and its phase."""
+        c = self.config
+        for block in cutlass.range(self.blocks, unroll=1):
+            full = smem + FULL + stage * 8
+            ptx.mbarrier_wait(smem + EMPTY + stage * 8, phase)
+            if lane == 0:
+                ptx.mbarrier_arrive_expect_tx(full, c.stage_tx_bytes)
+            cute.arch.sync_warp()
+            if lane < self.page_boxes:
+                target = smem + self.ring + stage * c.STAGE_BYTES + lane * (c.page_size * BLOCK_DIM)
+                coordinates = (block * BLOCK_DIM, Int32(0), head, page)
+                policy = EVICT_FIRST if c.kv_evict_first else None
+                ptx.tma_load_4d(target, tensor_map.get_ptr(), coordinates, full, policy)
+            stage, phase = self.advance(stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def look_up(self, place, lane, key):
+        """Page of a box by its first key; past the chunk one out of bounds, which loads zeros."""
+        block_table, table_row, num_pages, key_end = place
+        page = Int32(num_pages)
+        if (key < key_end) & (lane < self.page_boxes):
+            page = load_i32(block_table, table_row + key // self.config.page_size)
+        return page

@@ -1,0 +1,84 @@
+"""What every role of the tensor-memory kernel knows: the tile's shape, and where things lie."""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+from cutlass import Int32, cute
+
+from cubinery.aot.kernels.common import tcgen05 as tc
+from cubinery.aot.kernels.paged_decode.constants import TINY
+from cubinery.runtime.arch import Arch
+from cubinery.runtime.ops.paged_decode.decode_config import TILE_KEYS
+from cubinery.runtime.ops.paged_decode.tcgen05_config import BLOCK_DIM, Tcgen05Config
+
+SOFTMAX_WARPS = 4
+SOFTMAX_BARRIER = 1
+
+# Byte offsets in the fixed part of shared memory.
+FULL, EMPTY = 0, 128  # mbarriers of the ring, one a stage
+S_FULL, P_FULL, O_DONE = 256, 272, 288  # two mbarriers each: a buffer of S is written, one of P is, its product is done
+Q_FULL = 304  # mbarrier: Q lies in shared memory
+TMEM = 312  # int32: address of this CTA's tensor memory
+IS_LAST = 316  # int32: whether this CTA finished a sequence's last chunk
+MAXIMA = 640  # fp32 [2][row_tile]: running maxima of raw scores; even tiles raise the first, odd ones the second
+LIMITS = 896  # int32 [row_tile]: end of each row's visible keys
+SUMS = 1024  # fp32 [4 warps][row_tile]: each warp's part of l
+ROW_FACTOR = 1536  # fp32 [row_tile]: what O is multiplied with
+ROW_OFFSET = 1664  # int64 [row_tile]: where a row of O begins, in bytes from the sequence's first
+
+
+class Tile:
+    """Constants of one configuration, derived once."""
+
+    def __init__(self, config: Tcgen05Config, arch: Arch) -> None:
+        self.config = config
+        self.stages = config.kv_stages(arch)
+        self.smem_bytes = config.smem_bytes(arch)
+        self.registers = config.registers(arch)
+        self.launch_registers = config.launch_registers(arch)
+        self.tmem_columns = config.tmem_columns(arch)
+        self.rows = config.row_tile
+        self.blocks = config.head_dim // BLOCK_DIM
+        """Ring stages of K, and of V, of one tile."""
+        self.page_boxes = TILE_KEYS // config.page_size
+        """TMA boxes of one stage, one a page."""
+        self.columns = config.row_tile // 4
+        """Columns of S, P and O that one thread holds of four keys: 8i + 2t and 8i + 2t + 1, t being lane % 4."""
+        self.q_smem = config.FIXED_SMEM
+        self.p_smem = self.q_smem + config.q_bytes
+        self.ring = self.p_smem + 2 * config.p_bytes + config.packed_stages * config.packed_stage_bytes
+        self.kind = "f8f6f4"
+        kv = "e4m3" if config.kv_format in ("fp8", "nvfp4") else config.kv_format
+        self.score_instruction = tc.instruction(kv, "e4m3", TILE_KEYS, self.rows)
+        self.output_instruction = tc.instruction(kv, "e4m3", BLOCK_DIM, self.rows, a_mn_major=True, b_mn_major=True)
+        self.kv_matrix = tc.Matrix("128B", 0, 1024)
+        """A ring stage: rows of 128 bytes. K-major for K, MN-major for V."""
+        self.q_matrix = tc.Matrix("128B", 0, 1024)
+        self.p_matrix = tc.Matrix("none", 128, 16 * TILE_KEYS)
+        """P: planes of 16 bytes a key."""
+        self.p_log2_scale = math.log2(448.0)
+        """P is written as e4m3 of 448 times itself, so that small probabilities stay normal."""
+
+    def s_column(self, slot):
+        """First column of a buffer of S."""
+        return slot * self.rows
+
+    def o_column(self, block):
+        """First column of a block of O."""
+        return (2 + block) * self.rows
+
+    def sync_softmax(self):
+        """A barrier of the softmax warps."""
+        cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=32 * SOFTMAX_WARPS)
+
+    def at_least_tiny(self, scale):
+        """A positive scale that underflow has not made zero, so that -inf times it stays -inf."""
+        return cute.arch.fmax(scale, TINY)
+
+    def advance(self, stage, phase):
+        """The next ring stage, and its phase."""
+        following = stage + 1
+        wrapped = following == self.stages
+        return cutlass.select_(wrapped, Int32(0), following), cutlass.select_(wrapped, phase ^ 1, phase)
