@@ -32,7 +32,7 @@ from cutlass.experimental.cuda import tensor_map as tm
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common import tcgen05 as tc
 from cubinery.aot.kernels.common.memory import load_f32
-from cubinery.aot.kernels.paged_decode.abi import scale_params
+from cubinery.aot.kernels.paged_decode.decode_abi import scale_params
 from cubinery.aot.kernels.paged_decode.split_merge import SplitMerge
 from cubinery.aot.kernels.paged_decode.tcgen05_load import Producer
 from cubinery.aot.kernels.paged_decode.tcgen05_mma import Issuer
