@@ -42,6 +42,7 @@ from cubinery.aot.kernels.paged_decode.tcgen05_tile import (
     EMPTY,
     FULL,
     IS_LAST,
+    ITEM,
     O_DONE,
     P_FULL,
     Q_FULL,
@@ -129,34 +130,41 @@ class PagedDecodeTcgen05(Tile):
             cute.arch.griddepcontrol_launch_dependents()
         if warp == self.producer_warp:
             self.producer.prefetch_maps(lane, k_map, v_map)
-        # (sequence, first key, end key, keys of the sequence): see `SplitPlan.device_work`.
-        seq, key_begin, key_end, length = ptx.load_global_i32x4(work.toint() + Int64(item) * 32)
-        if seq >= 0:  # a padding item writes nothing
-            # An empty sequence has a tile too, of which no row sees a key.
-            tiles = cutlass.max((key_end - key_begin + (TILE_KEYS - 1)) // TILE_KEYS, 1)
+        work_item = ptx.load_global_i32x4(work.toint() + Int64(item) * 32)
+        if work_item[0] >= 0:  # a padding item writes nothing
             self.softmax.prepare(smem, tidx)
             if warp == 0:
                 self.init_barriers(smem, lane)
                 tc.allocate(smem + TMEM, self.tmem_columns)
+            if tidx == 32:
+                ptx.store_shared_v4(smem + ITEM, work_item)
             tc.fence_before()
             cute.arch.sync_threads()
             tc.fence_after()
-            tmem = ptx.load_shared_i32(smem + TMEM)
+            # Each role reads its work item for itself: nothing but indices lives across the split of registers.
             if warp >= self.issuer_warp:
                 self.move_registers(0)
                 if warp == self.issuer_warp:
+                    _, _, _, _, tiles = self.work_item(smem)
+                    tmem = ptx.load_shared_i32(smem + TMEM)
                     with cute.arch.elect_one():
                         self.issuer.issue(smem, tmem, tiles)
                 if warp == self.producer_warp:
+                    seq, key_begin, key_end, _, tiles = self.work_item(smem)
                     table_row = Int64(seq) * shape[5]
                     self.producer.produce(
                         smem, lane, k_map, v_map, buffers[1], table_row, head, shape[3], key_begin, key_end, tiles
                     )
             elif warp < SOFTMAX_WARPS:
                 self.move_registers(2)
-                self.attend(
-                    smem, tidx, tmem, (seq, key_begin, key_end, length, tiles), buffers, shape, strides, factors
-                )
+                self.attend(smem, tidx, self.work_item(smem), buffers, shape, strides, factors)
+
+    def work_item(self, smem):
+        """(sequence, first key, end key, keys of the sequence, tiles): see `SplitPlan.device_work`."""
+        seq, key_begin, key_end, length = ptx.load_shared_i32x4(smem + ITEM)
+        # An empty sequence has a tile too, of which no row sees a key.
+        tiles = cutlass.max((key_end - key_begin + (TILE_KEYS - 1)) // TILE_KEYS, 1)
+        return seq, key_begin, key_end, length, tiles
 
     @cute.jit
     def init_barriers(self, smem, lane):
@@ -182,13 +190,14 @@ class PagedDecodeTcgen05(Tile):
             cute.arch.setmaxregister_increase(self.registers[role])
 
     @cute.jit
-    def attend(self, smem, tidx, tmem, item, buffers, shape, strides, factors):
+    def attend(self, smem, tidx, item, buffers, shape, strides, factors):
         """The softmax warps' part, from Q to the result."""
         q, _, work, q_descale, k_descale, v_descale, o, lse, o_partial, m_partial, l_partial, counters = buffers
         num_kv_heads, n_q, group_size, _, _, _ = shape
         q_seq, q_token, q_head, o_seq, o_token, o_head, *descale_strides = strides
         scale_qs, scale_o = factors
         seq, key_begin, key_end, length, tiles = item
+        tmem = ptx.load_shared_i32(smem + TMEM)
         row_block, head, index = cute.arch.block_idx()
         row0 = row_block * self.rows
 

@@ -22,6 +22,7 @@ S_FULL, P_FULL, O_DONE = 256, 272, 288  # two mbarriers each: a buffer of S is w
 Q_FULL = 304  # mbarrier: Q lies in shared memory
 TMEM = 312  # int32: address of this CTA's tensor memory
 IS_LAST = 316  # int32: whether this CTA finished a sequence's last chunk
+ITEM = 320  # int32 [4]: first half of the work item, for every role
 MAXIMA = 640  # fp32 [2][row_tile]: running maxima of raw scores; even tiles raise the first, odd ones the second
 LIMITS = 896  # int32 [row_tile]: end of each row's visible keys
 SUMS = 1024  # fp32 [4 warps][row_tile]: each warp's part of l
