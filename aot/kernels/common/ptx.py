@@ -455,3 +455,11 @@ def tma_load_4d(
         + (";" if policy is None else ", {$r7};"),
         read_only_args=[destination, tensor_map, *coordinates, barrier, *([] if policy is None else [Int64(policy)])],
     )
+
+
+def prefetch_4d(tensor_map: Any, coordinates: Sequence[Any]) -> None:
+    """Start to bring one box of a rank-4 tensor map into L2."""
+    inline(
+        "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [{$r0}, {{$r1}, {$r2}, {$r3}, {$r4}}];",
+        read_only_args=[tensor_map, *coordinates],
+    )

@@ -37,6 +37,8 @@ class Producer(Tile):
         for i in cutlass.range(tiles + 1, unroll=1):
             # Looked up one tile ahead, so that the latency hides behind the wait for a stage.
             following = self.look_up(place, lane, first + (i + 1) * TILE_KEYS)
+            if cutlass.const_expr(self.config.l2_prefetch):
+                self.prefetch(place, lane, k_map, v_map, head, first, i)
             if i < tiles:
                 stage, phase = self.load_tile(smem, lane, k_map, head, page, stage, phase)
             if i > 0:
@@ -61,6 +63,23 @@ class Producer(Tile):
                 ptx.tma_load_4d(target, tensor_map.get_ptr(), coordinates, full, policy)
             stage, phase = self.advance(stage, phase)
         return stage, phase
+
+    @cute.jit
+    def prefetch(self, place, lane, k_map, v_map, head, first, i):
+        """Ask L2 for K and V of the tile that lies `l2_prefetch` ahead of tile i, before the first also those between.
+
+        Neither past the chunk nor past the sequence's last page: there is nothing to fetch.
+        """
+        depth = self.config.l2_prefetch
+        begin = cutlass.select_(i == 0, Int32(1), i + depth)
+        for ahead in cutlass.range(begin, i + depth + 1, unroll=1):
+            key = first + ahead * TILE_KEYS
+            page = self.look_up(place, lane, key)
+            if (key < place[3]) & (lane < self.page_boxes):
+                for block in cutlass.range(self.blocks, unroll=1):
+                    coordinates = (block * BLOCK_DIM, Int32(0), head, page)
+                    ptx.prefetch_4d(k_map.get_ptr(), coordinates)
+                    ptx.prefetch_4d(v_map.get_ptr(), coordinates)
 
     @cute.jit
     def look_up(self, place, lane, key):
