@@ -210,7 +210,8 @@ class Consumer(MmaTile):
             # A row that has seen nothing keeps -inf; subtracting 0 instead avoids inf - inf.
             base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
             alpha.append(ptx.exp2((m[j] - base) * exp_scale[j]))
-            row = [ptx.exp2((s - base) * exp_scale[j] + self.p_log2_scale) for s in row]
+            offset = self.p_log2_scale - base * exp_scale[j]  # one multiply-add an element
+            row = [ptx.exp2(s * exp_scale[j] + offset) for s in row]
             total = l[j] * alpha[j]
             for p in row:
                 total = total + p
