@@ -171,16 +171,17 @@ class Consumer(MmaTile):
             ptx.mbarrier_wait(v_full, v_phase)
             keep = None if cutlass.const_expr(limits is None) else length - key - first
             o = self.accumulate(self.format.move(v_lane, v_offset, first), p, keep, o)
-        self.release(k_empty, lane)
-        self.release(v_empty, lane)
+        if cutlass.const_expr(limits is None or self.mask.may_be_early):
+            self.release(lane, (k_empty, v_empty))
         return o, m, l, stage, phase
 
     @cute.jit
-    def release(self, barrier, lane):
-        """This warp is done reading a stage."""
+    def release(self, lane, barriers):
+        """This warp is done reading the stages of these barriers."""
         cute.arch.sync_warp()
         if lane == 0:
-            ptx.mbarrier_arrive(barrier)
+            for barrier in barriers:
+                ptx.mbarrier_arrive(barrier)
 
     def scores(self, k_lane, q_address, q_frags):
         """S[16 rows][step_keys] as accumulator tiles of 8 keys: a lane has rows g, g + 8 and keys 2c, 2c + 1."""

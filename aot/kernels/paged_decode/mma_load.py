@@ -46,9 +46,10 @@ class Producer(MmaTile):
             for which in cutlass.range_constexpr(2):
                 full = smem + FULL + stage * 8
                 ptx.mbarrier_wait(smem + EMPTY + stage * 8, phase)
+                # Boxes of other lanes may land first: until lane 0 arrives, the phase cannot end. Every lane has
+                # waited for the slot itself.
                 if lane == 0:
                     ptx.mbarrier_arrive_expect_tx(full, c.code_bytes)
-                cute.arch.sync_warp()
                 if lane < self.boxes:
                     coordinates = (column * self.box[0], key % c.page_size, head, page)
                     target = smem + self.ring + stage * c.stage_bytes + destination

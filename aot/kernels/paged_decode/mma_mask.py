@@ -72,6 +72,14 @@ class Mask(MmaTile):
             begin = cutlass.min(cutlass.max(begin, 0), num_stages)
         return begin, cutlass.max(end - begin, 0)
 
+    @property
+    def may_be_early(self) -> bool:
+        """Whether a masked stage may have another behind it, which needs the ring's slots again.
+
+        Otherwise a mask reaches over the last stage of an item alone: that slot is never refilled, nor released.
+        """
+        return self.config.q_len > 1 or self.config.window
+
     def mask_scores(self, tile, key, limits):
         """-inf where this lane's keys (key, key + 1) are not visible to its two rows."""
         masked = []

@@ -1,7 +1,8 @@
 """Ways to break a kernel: where its PTX text, or its tensor maps, can be changed so that it is wrong.
 
 Every mutation is one edit of one statement. The classes are those mistakes that synchronisation invites: something
-left out, something counted wrong, a phase mistaken, a field of a descriptor mixed up.
+left out, something counted wrong, a phase mistaken, a field of a descriptor mixed up. What cannot make a kernel wrong
+is no mistake: `griddepcontrol.launch_dependents` left out, the stride of an operand that is one group of rows.
 """
 
 from __future__ import annotations
@@ -156,14 +157,13 @@ OPERATORS: tuple[tuple[str, str, Edit], ...] = (
     ("wgmma.wait_group 1", r"wgmma\.wait_group([\w.]*) 0;", lambda m: f"wgmma.wait_group{m[1]} 1;"),
     ("descriptor: address", _WGMMA, _flipped(3)),
     ("descriptor: leading offset", _WGMMA, _flipped(19)),
-    ("descriptor: stride", _WGMMA, _flipped(35)),
+    ("descriptor: stride", _WGMMA.replace(r"mma_async", r"mma_async[\w.]*n(?!8k)\d+k", 1), _flipped(35)),
     ("descriptor: base offset", _WGMMA, _flipped(49)),
     ("descriptor: swizzle", _WGMMA, _flipped(62)),
     ("atomic that does not acquire", r"(atom\.)acq_rel(\.gpu)", lambda m: f"{m[1]}release{m[2]}"),
     ("atomic that does not release", r"(atom\.)acq_rel(\.gpu)", lambda m: f"{m[1]}acquire{m[2]}"),
     ("atomic of the CTA's scope", r"(atom\.acq_rel\.)gpu", lambda m: f"{m[1]}cta"),
     ("drop griddepcontrol.wait", r"griddepcontrol\.wait;", _drop),
-    ("drop griddepcontrol.launch_dependents", r"griddepcontrol\.launch_dependents;", _drop),
     ("drop shuffle", r"shfl\.sync\.bfly\.b32\s+(%\w+), (%\w+), [^;]*;", lambda m: f"mov.b32 {m[1]}, {m[2]};"),
     ("vote the other way", r"vote\.sync\.any\.", lambda _: "vote.sync.all."),
 )
@@ -171,10 +171,16 @@ OPERATORS: tuple[tuple[str, str, Edit], ...] = (
 
 
 def mutations(text: str) -> Iterator[Mutation]:
-    """Every mutation of a PTX text, in the order of `OPERATORS` and then of the text."""
+    """Every mutation of a PTX text, in the order of `OPERATORS` and then of the text.
+
+    Where nobody waits for an mbarrier, what initialises one cannot be broken.
+    """
     code = re.sub(r"//[^\n]*", lambda m: " " * len(m[0]), text)
+    waits = re.search(r"mbarrier\.(?:try|test)_wait", code)
     for kind, pattern, edit in OPERATORS:
         for match in re.finditer(pattern, code):
+            if not waits and re.search(r"mbarrier[._]init", match[0]):
+                continue
             after = edit(match)
             if after != match[0]:
                 yield Mutation(kind, text.count("\n", 0, match.start()) + 1, match[0], after, match.start())

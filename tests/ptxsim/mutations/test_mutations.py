@@ -17,7 +17,7 @@ CORPUS: dict[str, set[str]] = {
     "mbarrier_ring": set(),
     "bulk_load": set(),
     "tensor_load_multicast": {"drop fence", "drop cluster barrier", "drop cluster wait"},
-    "wgmma_bf16_random": {"descriptor: stride"},
+    "wgmma_bf16_random": set(),
 }
 """Kernels of which every mutant runs, and the classes of those that are as good as the original (docs/results)."""
 KINDS = (
@@ -61,6 +61,18 @@ def test_coordinates_of_a_box_are_exchanged_in_place() -> None:
 
 def test_a_comment_is_no_site() -> None:
     assert list(mutations("// bar.sync 0;\n")) == []
+
+
+def test_an_mbarrier_that_nobody_waits_for_is_no_site() -> None:
+    unused = "mbarrier.init.shared::cta.b64 [%r1], 4; fence.mbarrier_init.release.cluster; bar.sync 0;"
+    assert {m.kind for m in mutations(unused)} == {"drop CTA barrier"}
+    assert {"drop init", "drop fence"} < {m.kind for m in mutations(TEXT)}
+
+
+@pytest.mark.parametrize(("n", "read"), [(8, False), (16, True), (64, True), (80, True)])
+def test_one_group_of_rows_has_no_stride(n: int, read: bool) -> None:
+    text = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{%f1, %f2}}, %x1, %x2, 1, 1, 1, 0, 0;"
+    assert ("descriptor: stride" in {m.kind for m in mutations(text)}) == read
 
 
 def test_every_field_of_a_tensor_map_is_broken() -> None:
