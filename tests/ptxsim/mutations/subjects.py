@@ -31,7 +31,7 @@ from cubinery.aot.verify import Task, subject
 from cubinery.runtime.bundle import Bundle
 from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import TensorMapSpec
-from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, MmaConfig
 
 SCHEDULES = ("fair:0", "late:0", "delays:0", "priorities:0")
 """In this order, until one reports."""
@@ -73,7 +73,7 @@ MANY = 17
 """Splits of the second decode under `late`: more than half a warp merges at once."""
 
 
-def problems(config: DecodeConfig, schedule: str) -> list[tuple[tuple[int, ...], int]]:
+def problems(config: MmaConfig, schedule: str) -> list[tuple[tuple[int, ...], int]]:
     """(lengths, splits) of the decodes that judge a mutant under a schedule.
 
     Two chunks of four stages go around the ring twice; the mask of several tokens reaches over the last two stages.
@@ -130,9 +130,9 @@ class Decode:
             task = Task(self.root, self.arch, self.name, schedule)
             with (
                 subject(driver, task, seed) as called,
-                patch.object(DecodeConfig, "ring_depth", lambda *_: RING),
+                patch.object(MmaConfig, "ring_depth", lambda *_: RING),
             ):
-                assert isinstance(called.config, DecodeConfig)
+                assert isinstance(called.config, MmaConfig)
                 for keys, splits in problems(called.config, schedule):
                     found = decode(called, keys=keys, splits=splits)
                     if not found.within(tolerances.PAGED_DECODE["mma"]):
