@@ -173,13 +173,16 @@ OPERATORS: tuple[tuple[str, str, Edit], ...] = (
 def mutations(text: str) -> Iterator[Mutation]:
     """Every mutation of a PTX text, in the order of `OPERATORS` and then of the text.
 
-    Where nobody waits for an mbarrier, what initialises one cannot be broken.
+    Where nobody waits for an mbarrier, what initialises one cannot be broken. Where nobody arrives at a barrier
+    without waiting, all meet at one statement, and another number is but another name.
     """
     code = re.sub(r"//[^\n]*", lambda m: " " * len(m[0]), text)
-    waits = re.search(r"mbarrier\.(?:try|test)_wait", code)
+    waits, arrives = re.search(r"mbarrier\.(?:try|test)_wait", code), re.search(r"\bbar\.arrive", code)
     for kind, pattern, edit in OPERATORS:
         for match in re.finditer(pattern, code):
             if not waits and re.search(r"mbarrier[._]init", match[0]):
+                continue
+            if kind == "another barrier" and not arrives:
                 continue
             after = edit(match)
             if after != match[0]:

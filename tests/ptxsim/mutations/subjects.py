@@ -67,8 +67,9 @@ class Subject(Protocol):
         """What is reported of a mutant (of the kernel itself where None) under a schedule; empty where nothing is."""
 
 
-RING = 3
-"""Stages in use: the shallowest ring that the planner asks for, so that short sequences go around it."""
+RINGS = {"fair": 3, "late": 4, "delays": 3, "priorities": 4}
+"""Stages in use, by the kind of schedule: shallow rings, so that short sequences go around them. Both an odd and an
+even number: with an odd one a stage holds K and V by turns."""
 MANY = 17
 """Splits of the second decode under `late`: more than half a warp merges at once."""
 
@@ -76,7 +77,7 @@ MANY = 17
 def problems(config: MmaConfig, schedule: str) -> list[tuple[tuple[int, ...], int]]:
     """(lengths, splits) of the decodes that judge a mutant under a schedule.
 
-    Two chunks of four stages go around the ring twice; the mask of several tokens reaches over the last two stages.
+    Two chunks of four stages of K and V go around the ring twice; the mask of several tokens reaches over the last two stages.
     """
     found = [((7 * config.stage_keys + 2, 0, 77), 2)]
     return [*found, ((MANY * TILE_KEYS, 0, 77), MANY)] if schedule.startswith("late") else found
@@ -130,7 +131,7 @@ class Decode:
             task = Task(self.root, self.arch, self.name, schedule)
             with (
                 subject(driver, task, seed) as called,
-                patch.object(MmaConfig, "ring_depth", lambda *_: RING),
+                patch.object(MmaConfig, "ring_depth", lambda *_: RINGS[schedule.partition(":")[0]]),
             ):
                 assert isinstance(called.config, MmaConfig)
                 for keys, splits in problems(called.config, schedule):

@@ -69,6 +69,14 @@ def test_an_mbarrier_that_nobody_waits_for_is_no_site() -> None:
     assert {"drop init", "drop fence"} < {m.kind for m in mutations(TEXT)}
 
 
+def test_the_number_of_a_barrier_matters_where_somebody_arrives_elsewhere() -> None:
+    def numbers(text: str) -> list[str]:
+        return [m.after for m in mutations(text) if m.kind == "another barrier"]
+
+    assert numbers("bar.sync 1, 64;") == []
+    assert numbers("bar.sync 1, 64; bar.arrive 2, 64;") == ["bar.sync 2,", "bar.arrive 3,"]
+
+
 @pytest.mark.parametrize(("n", "read"), [(8, False), (16, True), (64, True), (80, True)])
 def test_one_group_of_rows_has_no_stride(n: int, read: bool) -> None:
     text = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{%f1, %f2}}, %x1, %x2, 1, 1, 1, 0, 0;"
