@@ -77,7 +77,8 @@ MANY = 17
 def problems(config: MmaConfig, schedule: str) -> list[tuple[tuple[int, ...], int]]:
     """(lengths, splits) of the decodes that judge a mutant under a schedule.
 
-    Two chunks of four stages of K and V go around the ring twice; the mask of several tokens reaches over the last two stages.
+    Two chunks of four stages of K and V go around the ring twice; the mask of several tokens reaches over the last
+    two stages.
     """
     found = [((7 * config.stage_keys + 2, 0, 77), 2)]
     return [*found, ((MANY * TILE_KEYS, 0, 77), MANY)] if schedule.startswith("late") else found
