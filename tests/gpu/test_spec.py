@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("yaml", reason="specs are read where kernels are built")
 
-from gpu.cover import ARCH, pairs, possible
+from gpu.cover import MMA
 from gpu.sanitize import PROBLEMS
 
 from cubinery.aot.spec import load_specs
@@ -24,7 +24,7 @@ MOST_KEYS = 235
 @pytest.fixture(scope="module")
 def items(root: Path) -> list[BuildItem]:
     specs = load_specs([root / "kernel_specs/proof/paged_decode.yaml"])
-    found = expand(specs, [ARCH])
+    found = expand(specs, [MMA.arch])
     check_closure(specs, found)
     return found
 
@@ -34,8 +34,7 @@ def test_it_is_small_enough_to_build_often(items: list[BuildItem]) -> None:
 
 
 def test_every_pair_of_axis_values_that_a_kernel_can_have_is_built(items: list[BuildItem]) -> None:
-    built = {pair for item in items if isinstance(item.config, MmaConfig) for pair in pairs(item.config)}
-    missing = sorted(possible() - built, key=str)
+    missing = sorted(MMA.missing(item.config for item in items if isinstance(item.config, MmaConfig)), key=str)
     assert not missing, f"{len(missing)} pairs are not built, among them {missing[:5]}: run tests/gpu/cover.py"
 
 
@@ -49,4 +48,4 @@ def test_what_the_sanitizers_run_is_built(items: list[BuildItem]) -> None:
             window=fields.get("window") is not None, softcap=fields.get("softcap") is not None,
             sinks=fields.get("with_sinks", False), q_lens=fields.get("with_q_lens", False),
         )  # fmt: skip
-        assert select(problem, resolve(ARCH), **choices).key(ARCH) in keys, (fields, choices)
+        assert select(problem, resolve(MMA.arch), **choices).key(MMA.arch) in keys, (fields, choices)

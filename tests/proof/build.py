@@ -41,9 +41,14 @@ def main() -> int:
     parser.add_argument("--spec", type=Path, action="append", required=True)
     parser.add_argument("--arch", action="append", required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--key", action="append", default=[], help="only keys that contain this (repeatable)")
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
-    items = twins(options.spec, options.arch)
+    items = [
+        item
+        for item in twins(options.spec, options.arch)
+        if not options.key or not isinstance(item.config, DecodeConfig) or any(text in item.key for text in options.key)
+    ]
     report = build(items, BuildOptions(out=options.out, jobs=options.jobs))
     for row in report.rows:
         if row.error:
