@@ -24,7 +24,7 @@ ARCHS := $(subst $(comma), ,$(ARCH))
 ARCH_FLAGS  = $(foreach a,$(ARCHS),--arch $(a))
 BUILD_FLAGS = $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) --out $(OUT) $(if $(JOBS),--jobs $(JOBS))
 
-.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize proof bench bench-append bench-planning bench-host bench-build clean distclean install need-arch
+.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize proof bench bench-append bench-planning tune bench-host bench-build clean distclean install need-arch
 
 help:  ## Show this list
 	@echo "Targets (variables: ARCH, SPEC, OUT, JOBS, BUNDLE, DIST, PYTEST_ARGS, PYTHON):"
@@ -106,6 +106,9 @@ bench-append:  ## Measure the cache writers of BUNDLE=... against the copy rate 
 
 bench-planning:  ## Measure planning on the device with BUNDLE=... (needs a GPU and no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks.planning $(BENCH_ARGS)
+
+tune:  ## Measure which kernels of BUNDLE=... are the fastest, as a selector table for the next build (needs a GPU)
+	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks.tune $(BENCH_ARGS)
 
 bench-host:  ## Measure only the host time of the runtime with BUNDLE=... (needs a GPU and no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks --only host $(BENCH_ARGS)

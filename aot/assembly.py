@@ -36,6 +36,8 @@ class Assembly:
     """The declared launch of every key."""
     sources: Mapping[tuple[str, str], Mapping[str, bytes]]
     """(family, implementation) to what `read_sources` found when the build began."""
+    tables: Mapping[tuple[str, str], bytes]
+    """(family, arch) to the selector table that its bundle holds."""
     ended: Callable[[BuildRow], None]
     """Told of each row as it comes."""
     rows: dict[str, BuildRow] = field(default_factory=dict)
@@ -134,6 +136,8 @@ class Assembly:
         artifacts = [a for _, a in sorted(self._artifacts.items()) if a.arch == arch]
         if not artifacts:
             return False
+        data = {family: self.tables[family, own] for family, own in sorted(self.tables) if own == arch}
+        tables = {family: store.table_record(family, table) for family, table in data.items()}
         manifest = Manifest(
             arch=arch,
             package_version=cubinery.__version__,
@@ -142,8 +146,10 @@ class Assembly:
             min_driver=1000 * max(self._toolkits, default=0),
             ptx_version=max(self._ptx_versions, key=_version),
             artifacts=tuple(artifacts),
+            tables=tables,
         )
-        files = {record: data for a in artifacts for record, data in self._files[a.key].items()}
+        files = {record: content for a in artifacts for record, content in self._files[a.key].items()}
+        files |= {tables[family]: table for family, table in data.items()}
         with store.lock(folder):
             store.write_bundle(folder, _merged(folder, manifest) if merge else manifest, files)
         return True
@@ -179,4 +185,5 @@ def _merged(folder: Path, manifest: Manifest) -> Manifest:
         min_driver=max(before.min_driver, manifest.min_driver),
         ptx_version=max(before.ptx_version, manifest.ptx_version, key=_version),
         artifacts=tuple(together[key] for key in sorted(together)),
+        tables={**before.tables, **manifest.tables},
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from cubinery.aot.errors import InspectError
 from cubinery.aot.inspect import CubinInfo, KernelInfo, occupancy, ptx_params, read_cubin
+from cubinery.aot.store import files_of
 from cubinery.runtime.arch import ARCHS
 from cubinery.runtime.bundle import Bundle
 from cubinery.runtime.errors import CubineryError
@@ -80,6 +81,7 @@ def verify(bundle: Bundle) -> Audit:
         hashed += sum(len(data) for data in (cubin, *emitted.values()) if data is not None)
         if cubin is not None:
             _check_cubin(artifact, cubin, emitted.get("ptx"), say)
+    hashed += sum(len(data) for data in bundle.tables.values())  # read and compared when the bundle was opened
     strays = tuple(_strays(bundle))
     return Audit(bundle.root, bundle.manifest.arch, len(bundle.manifest.artifacts), hashed, tuple(findings), strays)
 
@@ -201,9 +203,7 @@ def _check_ptx(record: KernelRecord, ptx: str, say: Say) -> None:
 
 def _strays(bundle: Bundle) -> Iterator[str]:
     """Files below the bundle's folder that its manifest does not name."""
-    named = {MANIFEST_NAME, "report.json"}
-    for artifact in bundle.manifest.artifacts:
-        named |= {artifact.cubin.path, *(record.path for record in artifact.emitted.values())}
+    named = {MANIFEST_NAME, "report.json"} | {record.path for _, record in files_of(bundle.manifest)}
     for file in sorted(bundle.root.rglob("*")):
         relative = file.relative_to(bundle.root).as_posix()
         if file.is_file() and relative not in named and not file.name.startswith("."):
@@ -221,7 +221,7 @@ class BundleDiff:
     removed: tuple[str, ...]
     changed: dict[str, dict[str, tuple[str, str]]]
     bundle: dict[str, tuple[str, str]]
-    """Toolchain versions, package version, minimum driver and PTX version, as `sm_90a nvidia-cutlass-dsl`."""
+    """Toolchain and package versions, minimum driver, PTX version and tables, as `sm_90a nvidia-cutlass-dsl`."""
     unchanged: int
 
     @property
@@ -261,7 +261,8 @@ def _bundle_changes(old: Sequence[Bundle], new: Sequence[Bundle]) -> dict[str, t
 
 def _made_with(manifest: Manifest) -> dict[str, str]:
     facts = {"package_version": manifest.package_version, "ptx_version": manifest.ptx_version}
-    return facts | {"min_driver": str(manifest.min_driver)} | manifest.toolchain
+    tables = {f"selector table of {family}": file.sha256[:16] for family, file in sorted(manifest.tables.items())}
+    return facts | {"min_driver": str(manifest.min_driver)} | manifest.toolchain | tables
 
 
 def _changes(before: dict[str, str], after: dict[str, str]) -> dict[str, tuple[str, str]]:

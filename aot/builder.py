@@ -14,8 +14,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cubinery.aot import store
@@ -25,6 +25,7 @@ from cubinery.aot.errors import BuildError
 from cubinery.aot.key import artifact_digest, codegen_environment, read_sources, source_file, toolchain
 from cubinery.aot.pool import WorkerPool, available_cores, available_memory
 from cubinery.aot.report import REPORT_NAME, BuildReport, BuildRow
+from cubinery.aot.tables import Table, TableName
 from cubinery.aot.variants import BuildItem
 from cubinery.aot.worker import Job
 from cubinery.runtime.errors import CubineryError
@@ -51,6 +52,8 @@ class BuildOptions:
     """Compile even what the cache has (and refresh it)."""
     merge: bool = False
     """Keep the keys that the bundle already holds and that are not asked for."""
+    tables: Mapping[TableName, Table] = field(default_factory=dict)
+    """Selector tables that go into the bundles, by family and arch."""
     compile_entry: str = COMPILE_ENTRY
     """`module:function` that workers call; see `cubinery.aot.worker.CompileEntry`."""
 
@@ -98,6 +101,7 @@ def build(items: Sequence[BuildItem], options: BuildOptions, progress: ProgressC
         items=by_key,
         records={item.key: _declare(item) for item in items},
         sources={(family, impl): read_sources(family, impl) for family, impl in families},
+        tables={name: table.data for name, table in options.tables.items()},
         ended=lambda row: tell(Progress(len(state.rows), len(items), row=row)),
     )
     cache = Cache(default_folder() if options.cache_dir is None else options.cache_dir)

@@ -20,7 +20,7 @@ from cubinery.aot.errors import StoreError
 from cubinery.runtime.errors import BundleError
 from cubinery.runtime.manifest import MANIFEST_NAME, FileRecord, Manifest
 
-CUBINS, EMITTED = "cubins", "emitted"
+CUBINS, EMITTED, TABLES = "cubins", "emitted", "tables"
 _TEMPORARY = ".tmp-"
 
 
@@ -124,6 +124,21 @@ def emitted_record(key: str, suffix: str, data: bytes) -> FileRecord:
     return FileRecord(f"{EMITTED}/{key}.{name[:16]}{suffix}", name, len(data))
 
 
+def table_record(family: str, data: bytes) -> FileRecord:
+    """Where a family's selector table lives: readable by its name, and never rewritten thanks to its hash."""
+    name = sha256(data)
+    return FileRecord(f"{TABLES}/{family}.{name[:16]}.json", name, len(data))
+
+
+def files_of(manifest: Manifest) -> Iterator[tuple[str, FileRecord]]:
+    """(whose, file) of every file that a manifest names: of a key, or of a family's table."""
+    for artifact in manifest.artifacts:
+        for record in (artifact.cubin, *artifact.emitted.values()):
+            yield artifact.key, record
+    for family, record in manifest.tables.items():
+        yield f"{family}'s selector", record
+
+
 def write_bundle(folder: Path, manifest: Manifest, files: Mapping[FileRecord, bytes]) -> None:
     """Make `folder` the bundle of `manifest`. The caller holds the folder's lock.
 
@@ -135,8 +150,7 @@ def write_bundle(folder: Path, manifest: Manifest, files: Mapping[FileRecord, by
             atomic_write(folder / record.path, data)
     if not _says(folder, manifest):
         atomic_write(folder / MANIFEST_NAME, manifest.dumps().encode())
-    named = {record.path for artifact in manifest.artifacts for record in (artifact.cubin, *artifact.emitted.values())}
-    _remove_unnamed(folder, named)
+    _remove_unnamed(folder, {record.path for _, record in files_of(manifest)})
 
 
 def holds(folder: Path, record: FileRecord) -> bool:
@@ -158,13 +172,11 @@ def read_bundle(folder: Path) -> Manifest | None:
 def existing_artifacts(folder: Path) -> Manifest | None:
     """Like `read_bundle`, but each file is checked too. Raises BundleError naming the first bad one."""
     manifest = read_bundle(folder)
-    for artifact in () if manifest is None else manifest.artifacts:
-        for record in (artifact.cubin, *artifact.emitted.values()):
-            if not holds(folder, record):
-                raise BundleError(
-                    f"{folder}: {record.path} of {artifact.key} is missing or damaged: "
-                    "rebuild the bundle from its specs"
-                )
+    for owner, record in () if manifest is None else files_of(manifest):
+        if not holds(folder, record):
+            raise BundleError(
+                f"{folder}: {record.path} of {owner} is missing or damaged: rebuild the bundle from its specs"
+            )
     return manifest
 
 
@@ -178,7 +190,7 @@ def _says(folder: Path, manifest: Manifest) -> bool:
 
 def _remove_unnamed(folder: Path, named: set[str]) -> None:
     """Remove files of this bundle's own folders that no artifact names, and temporary files of the dead."""
-    for part in (CUBINS, EMITTED):
+    for part in (CUBINS, EMITTED, TABLES):
         with contextlib.suppress(OSError):
             for path in (folder / part).iterdir():
                 if f"{part}/{path.name}" not in named:

@@ -6,13 +6,15 @@ import dataclasses
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from cubinery.aot.errors import ClosureError, SpecError
 from cubinery.aot.spec import Gates, KernelSpec
+from cubinery.aot.tables import Table, TableName
+from cubinery.aot.tables import rows as table_rows
 from cubinery.runtime.arch import Arch, resolve
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.errors import ArchError, ConfigError, CubineryError
@@ -106,11 +108,13 @@ def _with_required(items: dict[str, BuildItem]) -> list[BuildItem]:
     return sorted(found.values(), key=lambda item: item.key)
 
 
-def check_closure(specs: Sequence[KernelSpec], items: Sequence[BuildItem]) -> None:
+def check_closure(
+    specs: Sequence[KernelSpec], items: Sequence[BuildItem], tables: Mapping[TableName, Table] | None = None
+) -> None:
     """Prove that every kernel the selectors can pick for the specs' domains is among `items`.
 
-    Checked for each arch that both the spec and `items` have. Raises ClosureError naming the keys
-    that are missing, or SpecError where the domain itself is wrong.
+    Checked for each arch that both the spec and `items` have, with the tables that the bundles will hold. Raises
+    ClosureError naming the keys that are missing, or SpecError where the domain itself is wrong.
     """
     keys = {item.key for item in items}
     archs = {item.arch.name for item in items}
@@ -119,7 +123,8 @@ def check_closure(specs: Sequence[KernelSpec], items: Sequence[BuildItem]) -> No
             missing: dict[str, KernelConfig] = {}
             for arch in spec.archs:
                 if arch in archs:
-                    for config in _outcomes(spec, domain, arch, place.fail):
+                    rows = table_rows(tables or {}, spec.family, arch)
+                    for config in _outcomes(spec, domain, arch, rows, place.fail):
                         for needed in (config, *config.requires()):
                             key = needed.key(arch)
                             if key not in keys:
@@ -139,7 +144,7 @@ def check_closure(specs: Sequence[KernelSpec], items: Sequence[BuildItem]) -> No
 
 
 def _outcomes(
-    spec: KernelSpec, domain: dict[str, list[Any]], arch: str, fail: Callable[[str], NoReturn]
+    spec: KernelSpec, domain: dict[str, list[Any]], arch: str, rows: Any, fail: Callable[[str], NoReturn]
 ) -> Iterator[KernelConfig]:
     name = f"cubinery.runtime.ops.{spec.family}.select"
     try:
@@ -149,7 +154,7 @@ def _outcomes(
             raise
         fail(f"{spec.family} has no selector ({name}), so no domain can be proved: remove `domain`")
     try:
-        yield from module.outcomes(domain, arch)
+        yield from module.outcomes(domain, arch) if rows is None else module.outcomes(domain, arch, rows)
     except ConfigError as error:
         fail(f"{error} (on {arch})")
 

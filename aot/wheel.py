@@ -111,6 +111,8 @@ def _members(manifest: Manifest, root: Path) -> dict[str, bytes]:
     members = {f"{package}/{MANIFEST_NAME}": manifest.dumps().encode()}
     for artifact in manifest.artifacts:
         members[f"{package}/{artifact.cubin.path}"] = artifact.cubin.locate(root).read_bytes()
+    for table in manifest.tables.values():
+        members[f"{package}/{table.path}"] = table.locate(root).read_bytes()
     members[f"{info}/METADATA"] = _metadata(manifest).encode()
     members[f"{info}/WHEEL"] = (
         b"Wheel-Version: 1.0\nGenerator: cubinery\nRoot-Is-Purelib: true\nTag: py3-none-any\n"

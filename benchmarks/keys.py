@@ -7,9 +7,11 @@ from typing import Any
 
 from benchmarks import append, sweep
 from benchmarks.shapes import NARROW, Shape
+from cubinery.aot import tables
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.formats import KV_FORMATS
 from cubinery.runtime.ops.paged_decode.select import Problem, select
 
@@ -32,6 +34,8 @@ def keys(arch_name: str, problems: Sequence[Wanted]) -> tuple[list[dict[str, Any
     What a key requires is built with it. Raises ConfigError for an unknown arch.
     """
     arch = resolve(arch_name)
+    name = (MmaConfig.family, arch.name)
+    table = tables.rows(tables.load([name]), *name)  # a bundle of these keys has the table that ships
     entries: dict[str, dict[str, Any]] = {}
     unserved = []
     for shape, kv_format, ctas_per_sm in problems:
@@ -41,7 +45,7 @@ def keys(arch_name: str, problems: Sequence[Wanted]) -> tuple[list[dict[str, Any
                     head_dim=shape.d, page_size=shape.page_size, kv_format=kv_format,
                     group_size=shape.h_q // shape.h_k, q_len=shape.q_len,
                 ),
-                arch, ctas_per_sm=ctas_per_sm,
+                arch, ctas_per_sm=ctas_per_sm, table=table,
             )  # fmt: skip
         except ConfigError as error:
             unserved.append(f"{shape.title}, {kv_format}: {error}")

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +25,21 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One arch's folder and its manifest."""
+    """One arch's folder, its manifest and its tables."""
 
     root: Path
     manifest: Manifest
+    tables: dict[str, bytes] = field(default_factory=dict)
+    """By family, the bytes of the selector's table."""
 
     @classmethod
     def open(cls, root: Path) -> Bundle:
-        """Read and validate the manifest of a bundle folder. Raises BundleError, ManifestVersionError."""
+        """Read a bundle folder's manifest and tables. Raises BundleError, ManifestVersionError, IntegrityError."""
         manifest = Manifest.read(root / MANIFEST_NAME)
         _check_package(manifest.package_version, root / MANIFEST_NAME)
-        return cls(root, manifest)
+        bundle = cls(root, manifest)
+        bundle.tables.update((family, bundle.read(file)) for family, file in manifest.tables.items())
+        return bundle
 
     def read(self, file: FileRecord) -> bytes:
         """A file's bytes, proved to be those that the manifest recorded. Raises IntegrityError."""

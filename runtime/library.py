@@ -148,6 +148,17 @@ class Library:
         keys = [config.key(arch) for arch in self.archs_for(device)]
         return next((key for key in keys if key in self._artifacts), keys[0])
 
+    def table_for(self, family: str, device: int | None = None) -> tuple[bytes, str] | None:
+        """(bytes, file) of the table that a family's selector consults on a device; None where no bundle has one.
+
+        That of the first bundle which has one, among those of the device's best arch.
+        """
+        for arch in self.archs_for(device):
+            for opened in self.bundles:
+                if opened.manifest.arch == arch and family in opened.tables:
+                    return opened.tables[family], str(opened.root / opened.manifest.tables[family].path)
+        return None
+
     # -- kernels -------------------------------------------------------------------------------
 
     def __getitem__(self, key: str) -> Kernel:

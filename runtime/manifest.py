@@ -170,6 +170,8 @@ class Manifest:
     """CUDA driver API version that the cubins need, as cuDriverGetVersion gives it: 13000."""
     ptx_version: str
     artifacts: tuple[Artifact, ...]
+    tables: dict[str, FileRecord] = field(default_factory=dict)
+    """By family, the table that its selector consults; a family without one has rules."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:

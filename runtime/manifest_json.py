@@ -76,12 +76,15 @@ def _manifest(cls: type[M], document: dict[str, Any]) -> M:
     memo: Memo = {}
     artifacts = tuple(_artifact(a, f"$.artifacts[{i}]", m["arch"], memo) for i, a in enumerate(raw))
     unique([a.key for a in artifacts], "$.artifacts", "key")
-    digests: dict[str, FileRecord] = {}
+    tables = _files(m.get("tables", {}), "$.tables")
+    for name in tables:
+        text(name, "$.tables", NAME, "a family")
+    digests: dict[str, FileRecord] = {file.path: file for file in tables.values()}
     for i, artifact in enumerate(artifacts):
         for file in (artifact.cubin, *artifact.emitted.values()):
             if digests.setdefault(file.path, file) != file:
                 fail(f"$.artifacts[{i}]", f"{file.path} is recorded with two different hashes or sizes")
-    return cls(**(m | {"artifacts": artifacts}))
+    return cls(**(m | {"artifacts": artifacts, "tables": tables}))
 
 
 def _strings(value: Any, where: str) -> dict[str, str]:
@@ -117,11 +120,14 @@ def _artifact(value: Any, where: str, arch: str, memo: Memo) -> Artifact:
     requires = list_of(a.get("requires", []), f"{where}.requires")
     a["requires"] = tuple(text(r, f"{where}.requires[{i}]") for i, r in enumerate(requires))
     unique(list(a["requires"]), f"{where}.requires", "key")
-    emitted = a.get("emitted", {})
-    if type(emitted) is not dict:
-        fail(f"{where}.emitted", f"{emitted!r:.60}: expected an object of files")
-    a["emitted"] = {text(k, f"{where}.emitted"): _file(v, f"{where}.emitted.{k}") for k, v in emitted.items()}
+    a["emitted"] = _files(a.get("emitted", {}), f"{where}.emitted")
     return Artifact(**a)
+
+
+def _files(value: Any, where: str) -> dict[str, FileRecord]:
+    if type(value) is not dict:
+        fail(where, f"{value!r:.60}: expected an object of files")
+    return {text(k, where): _file(v, f"{where}.{k}") for k, v in value.items()}
 
 
 def _file(value: Any, where: str) -> FileRecord:
@@ -146,6 +152,7 @@ def encode(manifest: Manifest) -> str:
     plain = _plain(manifest)
     plain["artifacts"].sort(key=lambda a: a["key"])
     plain["toolchain"] = dict(sorted(plain["toolchain"].items()))
+    plain["tables"] = dict(sorted(plain["tables"].items()))
     return _pretty({"format": FORMAT, "schema_version": SCHEMA_VERSION, **plain}, 0) + "\n"
 
 

@@ -18,10 +18,11 @@ from cubinery.aot.commands.common import (
     show_table,
 )
 from cubinery.aot.commands.progress import build_progress
-from cubinery.aot.commands.sources import arch_option, spec_files, spec_option
+from cubinery.aot.commands.sources import arch_option, selector_option, spec_files, spec_option
 
 if TYPE_CHECKING:
     from cubinery.aot.report import BuildReport
+    from cubinery.aot.tables import Table, TableName
     from cubinery.aot.variants import BuildItem
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,6 +58,7 @@ def limit_options(function: F) -> F:
     type=click.Path(path_type=Path, file_okay=False),
     help="Default: $CUBINERY_CACHE, else the user's cache folder.",
 )
+@selector_option
 @click.option("--force", "--no-cache", is_flag=True, help="Compile even what the cache has.")
 @json_option
 @click.pass_context
@@ -70,6 +72,7 @@ def build(
     timeout: float,
     memory: float | None,
     cache: Path | None,
+    selectors: tuple[Path, ...],
     force: bool,
     as_json: bool,
 ) -> None:
@@ -82,7 +85,11 @@ def build(
 
     if from_misses is not None and specs:
         raise UserError("--from-misses and --spec exclude each other: give one")
-    items = _missed(from_misses, archs) if from_misses is not None else items_of_specs(specs, archs)
+    if from_misses is not None:
+        items = _missed(from_misses, archs)
+        tables = tables_for(items, selectors)
+    else:
+        items, tables = items_of_specs(specs, archs, selectors)
     options = BuildOptions(
         out=out,
         jobs=jobs,
@@ -91,6 +98,7 @@ def build(
         cache_dir=cache,
         force=force,
         merge=from_misses is not None,
+        tables=tables,
     )
     with build_progress() as progress:
         report = run(items, options, progress)
@@ -103,8 +111,13 @@ def build(
     ctx.exit(int(ExitCode.OK if report.ok else ExitCode.FAILED))
 
 
-def items_of_specs(specs: tuple[Path, ...], archs: tuple[str, ...]) -> list[BuildItem]:
-    """What specs ask for on these archs, once their domains are proved closed. No arch is an error, never a guess."""
+def items_of_specs(
+    specs: tuple[Path, ...], archs: tuple[str, ...], selectors: tuple[Path, ...]
+) -> tuple[list[BuildItem], dict[TableName, Table]]:
+    """What specs ask for on these archs, and the selector tables by which their domains are proved closed.
+
+    No arch is an error, never a guess.
+    """
     from cubinery.aot.spec import load_specs
     from cubinery.aot.variants import check_closure, expand
     from cubinery.runtime.arch import ARCHS
@@ -113,8 +126,16 @@ def items_of_specs(specs: tuple[Path, ...], archs: tuple[str, ...]) -> list[Buil
         raise UserError(f"no arch given: name one or more with --arch: {', '.join(ARCHS)}")
     loaded = load_specs(spec_files(specs))
     items = expand(loaded, archs)
-    check_closure(loaded, items)
-    return items
+    tables = tables_for(items, selectors)
+    check_closure(loaded, items, tables)
+    return items, tables
+
+
+def tables_for(items: list[BuildItem], selectors: tuple[Path, ...]) -> dict[TableName, Table]:
+    """The selector tables of what is built: those given, else those that cubinery brings."""
+    from cubinery.aot.tables import load
+
+    return load({(item.config.family, item.arch.name) for item in items}, selectors)
 
 
 def _missed(file: Path, archs: tuple[str, ...]) -> list[BuildItem]:

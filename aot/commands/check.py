@@ -10,7 +10,7 @@ import click
 from cubinery.aot.commands.build import items_of_specs, limit_options
 from cubinery.aot.commands.common import ExitCode, json_option, plural, show_json, show_table
 from cubinery.aot.commands.progress import build_progress
-from cubinery.aot.commands.sources import arch_option, spec_option
+from cubinery.aot.commands.sources import arch_option, selector_option, spec_option
 
 
 @click.command()
@@ -21,6 +21,7 @@ from cubinery.aot.commands.sources import arch_option, spec_option
     type=click.Path(path_type=Path),
     help="Compile once and compare with this bundle. Default: compile twice.",
 )
+@selector_option
 @limit_options
 @json_option
 @click.pass_context
@@ -29,6 +30,7 @@ def check_reproducible(
     archs: tuple[str, ...],
     specs: tuple[Path, ...],
     bundle: Path | None,
+    selectors: tuple[Path, ...],
     jobs: int | None,
     timeout: float,
     memory: float | None,
@@ -44,10 +46,11 @@ def check_reproducible(
 
     if bundle is not None:
         open_all(bundle)  # a bundle that cannot be read is an error before minutes of compiling, not after
-    items = items_of_specs(specs, archs)
+    items, tables = items_of_specs(specs, archs, selectors)
     limits = BuildOptions(
-        out=Path(), jobs=jobs, timeout_s=timeout, memory_bytes=None if memory is None else int(memory * 1e9)
-    )
+        out=Path(), jobs=jobs, timeout_s=timeout, memory_bytes=None if memory is None else int(memory * 1e9),
+        tables=tables,
+    )  # fmt: skip
     with build_progress("rebuilding") as progress:
         found = reproduce(items, limits, bundle, progress)
     if as_json:

@@ -41,6 +41,15 @@ def spec_option(function: F) -> F:
     return click.option("--spec", "specs", multiple=True, type=click.Path(path_type=Path), help=help_text)(function)
 
 
+def selector_option(function: F) -> F:
+    """`--selector FILE`, repeatable; the parameter is called `selectors`."""
+    help_text = "A selector table of one family and arch for the bundle; repeat for more. Default: cubinery's own."
+    return click.option(
+        "--selector", "selectors", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+        help=help_text,
+    )(function)  # fmt: skip
+
+
 def specs_folder() -> Path:
     """Where the specs that come with cubinery are: `kernel_specs/` of a checkout, package data elsewhere."""
     import cubinery

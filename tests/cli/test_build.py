@@ -83,6 +83,24 @@ def test_what_was_built_verifies_shows_and_packs(work: Path) -> None:
     assert packed.exit_code == 0, packed.output
 
 
+def test_the_bundle_has_the_selectors_table(work: Path) -> None:
+    """That of the arch; another may be given instead, for the archs that are built."""
+    (own,) = (work / "out/sm_110a/tables").iterdir()
+    table = json.loads(own.read_text())
+    assert (table["family"], table["arch"]) == ("paged_decode", "sm_110a")
+    file = work / "own.json"
+    file.write_text(json.dumps(table | {"source": "another"}))
+    again = _build(work, "--selector", str(file))
+    assert again.exit_code == 0, again.output
+    assert [path.read_bytes() for path in (work / "out/sm_110a/tables").iterdir()] == [file.read_bytes()]
+    assert _build(work).exit_code == 0
+    assert list((work / "out/sm_110a/tables").iterdir()) == [own]
+    file.write_text(json.dumps(table | {"arch": "sm_90a"}))
+    refused = _build(work, "--selector", str(file))
+    assert refused.exit_code == 2
+    assert f"{file}: a table for paged_decode on sm_90a, and this build is of paged_decode on sm_110a" in refused.stderr
+
+
 def test_it_is_reproducible_and_a_difference_is_found(work: Path) -> None:
     spec = work / "append.yaml"
     same = _run("check-reproducible", "--arch", "thor", "--spec", spec, "--bundle", work / "out")

@@ -79,8 +79,8 @@ def _sources(root: Path) -> set[str]:
     """Every Python file and spec of the package, relative to it."""
     found = {"__init__.py", "py.typed"}
     for folder, name in (("aot", "aot"), ("runtime", "runtime"), ("kernel_specs", "specs")):
-        suffix = "*.yaml" if name == "specs" else "*.py"
-        found |= {f"{name}/{file.relative_to(root / folder).as_posix()}" for file in (root / folder).rglob(suffix)}
+        for suffix in ("*.yaml", "*.json") if name == "specs" else ("*.py",):
+            found |= {f"{name}/{file.relative_to(root / folder).as_posix()}" for file in (root / folder).rglob(suffix)}
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import dataclasses
 import hashlib
 import os
 import subprocess
@@ -18,7 +19,7 @@ from tiny_bundle import make_bundle
 
 from cubinery.aot.wheel import WheelError, compatible_release, distribution_name, pack, package_name
 from cubinery.runtime.bundle import open_all
-from cubinery.runtime.manifest import Manifest
+from cubinery.runtime.manifest import FileRecord, Manifest
 
 
 @pytest.fixture
@@ -50,6 +51,18 @@ def test_wheel_holds_the_manifest_and_the_cubins_and_nothing_else(bundle: Path, 
     expected |= {"cubinery_kernels_sm110a/manifest.json"}
     expected |= {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
     assert names == expected
+
+
+def test_wheel_holds_the_selectors_table(bundle: Path, tmp_path: Path) -> None:
+    data = b'{"family": "paged_decode"}\n'
+    (bundle / "tables").mkdir()
+    (bundle / "tables/t.json").write_bytes(data)
+    file = FileRecord("tables/t.json", hashlib.sha256(data).hexdigest(), len(data))
+    dataclasses.replace(Manifest.read(bundle), tables={"paged_decode": file}).write(bundle)
+    with zipfile.ZipFile(_pack(bundle, tmp_path / "dist")) as archive:
+        assert archive.read("cubinery_kernels_sm110a/tables/t.json") == data
+        archive.extractall(tmp_path / "site")
+    assert open_all(tmp_path / "site/cubinery_kernels_sm110a")[0].tables == {"paged_decode": data}
 
 
 def test_nothing_in_a_wheel_can_be_executed(bundle: Path, tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ def plan_artifact() -> Artifact:
 
 @pytest.fixture(scope="module")
 def manifest() -> Manifest:
-    return fake_manifest("sm_90a", [decode_artifact(), plan_artifact()])
+    tables = {"paged_decode": FileRecord("tables/a.json", DIGEST, 9)}
+    return fake_manifest("sm_90a", [decode_artifact(), plan_artifact()], tables=tables)
 
 
 @pytest.fixture
@@ -91,6 +92,11 @@ def test_members_with_a_default_may_be_left_out(document: Any, manifest: Manifes
         del kernel[name]
     del document["artifacts"][1]["requires"], document["artifacts"][1]["emitted"]
     assert load(document) == manifest
+
+
+def test_a_bundle_may_have_no_table(document: Any) -> None:
+    del document["tables"]
+    assert load(document).tables == {}
 
 
 def test_a_writer_cannot_produce_what_no_reader_takes(tmp_path: Path, manifest: Manifest) -> None:

@@ -52,7 +52,7 @@ def test_members_are_those_of_the_record(schema: Any, name: str) -> None:
 
 def test_top_level_members_are_those_of_the_manifest(schema: Any) -> None:
     expected = ["format", "schema_version", *(f.name for f in dataclasses.fields(Manifest))]
-    assert list(schema["properties"]) == expected == schema["required"]
+    assert list(schema["properties"]) == expected == [*schema["required"], "tables"]
     assert schema["properties"]["format"]["const"] == m.FORMAT
     assert schema["properties"]["schema_version"]["const"] == m.SCHEMA_VERSION
 

@@ -22,8 +22,9 @@ from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, host_lengths
-from cubinery.runtime.ops.paged_decode.select import Problem, select
+from cubinery.runtime.ops.paged_decode.select import Problem, Selection, choose
 from cubinery.runtime.ops.paged_decode.streams import device_index, raw_stream
+from cubinery.runtime.ops.paged_decode.table import SelectorTable, loads
 
 __all__ = ["PagedDecode", "Plan"]
 
@@ -57,10 +58,12 @@ class PagedDecode:
         max_kv_stages: int | None = None,
         l2_prefetch: int | None = None,
         kv_evict_first: bool | None = None,
+        table: SelectorTable | None = None,
         device: int | str | torch.device | None = None,
     ) -> None:
         """`q_len` new tokens a sequence; `impl`, `row_tile` and `ctas_per_sm` override the selector, as do the
         axes of `tcgen05` alone: `convert_warpgroups`, `max_kv_stages`, `l2_prefetch` (tiles) and `kv_evict_first`.
+        `table`: what the selector consults instead of the bundle's table.
 
         `window`: how many keys a token sees, its own included (None: all); causal alone.
         `sinks`: `Plan.run` takes a logit for each query head, which joins the softmax sum and the LSE.
@@ -86,24 +89,31 @@ class PagedDecode:
             "convert_warpgroups": convert_warpgroups, "max_kv_stages": max_kv_stages, "l2_prefetch": l2_prefetch,
             "kv_evict_first": kv_evict_first,
         }  # fmt: skip
-        self._configs: dict[int, DecodeConfig] = {}
+        found = library.table_for(DecodeConfig.family, self.device) if table is None else None
+        self.table = table if found is None else loads(*found)
+        """What the selector consults before its rules; None where the bundle has no table."""
+        self._selections: dict[int, Selection] = {}
         self._kernels: dict[int, Kernel] = {}
         self.config(1)
 
     def config(self, group_size: int) -> DecodeConfig:
         """The configuration for `group_size` query heads a KV head. Raises ConfigError."""
-        found = self._configs.get(group_size)
+        return self.selection(group_size).config
+
+    def selection(self, group_size: int) -> Selection:
+        """The configuration and split policy for a GQA ratio, and the table's row that chose. Raises ConfigError."""
+        found = self._selections.get(group_size)
         if found is None:
-            found = self._configs[group_size] = self._select(group_size)
+            found = self._selections[group_size] = self._select(group_size)
         return found
 
-    def _select(self, group_size: int) -> DecodeConfig:
+    def _select(self, group_size: int) -> Selection:
         problem = Problem(
             head_dim=self.head_dim, page_size=self.page_size, kv_format=self.kv_format, group_size=group_size,
             q_len=self.q_len, causal=self.causal, q_dtype=self.q_dtype, window=self.window is not None,
             sinks=self.sinks, softcap=self.softcap is not None, q_lens=self.q_lens,
         )  # fmt: skip
-        return select(problem, self.arch, **self._choices)
+        return choose(problem, self.arch, table=self.table, **self._choices)
 
     def keys(self, group_size: int) -> tuple[str, ...]:
         """Keys of all kernels that plans of this GQA ratio may launch, for `Library.preload`."""
@@ -130,8 +140,8 @@ class PagedDecode:
     ) -> Plan:
         """Plan one decode step from lengths on the host: keys of each sequence, new tokens included.
 
-        `policy` is `thor` on Thor and `balanced` elsewhere by default; the options are those of
-        `planner.plan_splits`. `pad_to` fixes the length of the work list, and `capturable` picks a length
+        `policy` is the selector's by default, by its rules `thor` on Thor and `balanced` elsewhere; the options are
+        those of `planner.plan_splits`. `pad_to` fixes the length of the work list, and `capturable` picks a length
         that suits the batch: such a plan launches the same grid whatever its lengths, so a captured graph
         stays valid across `Plan.update`. The plan's arrays travel to the device in order on `stream` (the
         current one by default), without waiting.
@@ -144,15 +154,15 @@ class PagedDecode:
         if num_q_heads % num_kv_heads:
             raise PlanError(f"num_q_heads = {num_q_heads}: expected a multiple of num_kv_heads = {num_kv_heads}")
         lengths = host_lengths(seq_lens)
-        config = self.config(num_q_heads // num_kv_heads)
+        selection = self.selection(num_q_heads // num_kv_heads)
+        config = selection.config
         q_tiles = -(-self.q_len * (num_q_heads // num_kv_heads) // config.row_tile)
-        if policy is None:
-            policy = "thor" if self.arch.name == "sm_110a" else "balanced"
         options: dict[str, Any] = {
-            "policy": policy, "num_kv_heads": num_kv_heads, "q_tiles": q_tiles, "sm_count": self.info.sm_count,
+            "policy": selection.policy if policy is None else policy, "num_kv_heads": num_kv_heads,
+            "q_tiles": q_tiles, "sm_count": self.info.sm_count,
             "ctas_per_sm": config.ctas_per_sm, "max_splits": max_splits, "force_splits": force_splits,
             "min_chunk_tiles": min_chunk_tiles, "pad_to": pad_to,
-            "lone_tile_cost": config.lone_tile_cost,
+            "lone_tile_cost": selection.lone_tile_cost,
         }  # fmt: skip
         if capturable and not pad_to:
             slots = max(1, self.info.sm_count * config.ctas_per_sm // (num_kv_heads * q_tiles))

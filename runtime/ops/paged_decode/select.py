@@ -17,9 +17,7 @@ from cubinery.runtime.arch import Arch, resolve
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig, MmaConfig, Tcgen05Config
-
-DECODE_IMPLS = tuple(name for name, cls in CONFIGS.items() if issubclass(cls, DecodeConfig))
-"""Names of the implementations of the decode kernel itself."""
+from cubinery.runtime.ops.paged_decode.table import DECODE_IMPLS, Option, SelectorTable
 
 ROW_TILES = (16, 32, 64, 128)
 """Packed query rows that one CTA of `mma` can hold, ascending."""
@@ -73,7 +71,87 @@ def row_tile_for(n_q: int) -> int:
     return next((tile for tile in ROW_TILES if n_q <= tile), ROW_TILES[-1])
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What serves a problem, and how its sequences are split."""
+
+    config: DecodeConfig
+    policy: str
+    """Of the planner, unless the caller names another."""
+    lone_tile_cost: int
+    """For the planner (see its LONE_TILE_COST)."""
+    row: int | None = None
+    """The row of the table that decided; None where the rules did."""
+
+
+def choose(problem: Problem, arch: Arch, *, table: SelectorTable | None = None, **forced: Any) -> Selection:
+    """What serves `problem` on `arch` by `table`, or by the rules where it has no row for it.
+
+    `forced` are the choices of `select`. An option of a row counts if it has the values that are forced and its
+    configuration fits the arch; where none does, the rules decide. Raises ConfigError as `select` does.
+    """
+    given = {name: value for name, value in forced.items() if value is not None}
+    for index, row in enumerate(() if table is None else table.rows):
+        if not row.holds(problem):
+            continue
+        for option in row.options:
+            config = _serving(option, problem, arch, given)
+            if config is not None:
+                return Selection(
+                    config, option.policy or split_policy(arch), option.lone_tile_cost or config.lone_tile_cost, index
+                )
+    config = _by_rules(problem, arch, **forced)
+    return Selection(config, split_policy(arch), config.lone_tile_cost)
+
+
+def _serving(option: Option, problem: Problem, arch: Arch, given: Mapping[str, Any]) -> DecodeConfig | None:
+    """The configuration of an option with what is forced; None where they differ or it cannot serve the problem."""
+    own = {"impl": option.impl, **option.axes}
+    if any(own.get(name, value) != value for name, value in given.items()):
+        return None
+    axes = {**_axes(problem), **own, **given}
+    del axes["impl"]
+    try:
+        config = CONFIGS[option.impl].from_axes(axes).canonical()
+        config.check_arch(arch)
+    except ConfigError:
+        return None
+    assert isinstance(config, DecodeConfig), "a table's options are decode kernels"
+    return config
+
+
+def split_policy(arch: Arch) -> str:
+    """The planner's policy on `arch` by the rules."""
+    return "thor" if arch.name == "sm_110a" else "balanced"
+
+
 def select(
+    problem: Problem,
+    arch: Arch,
+    *,
+    impl: str | None = None,
+    row_tile: int | None = None,
+    ctas_per_sm: int | None = None,
+    pdl: bool = False,
+    convert_warpgroups: int | str | None = None,
+    max_kv_stages: int | None = None,
+    l2_prefetch: int | None = None,
+    kv_evict_first: bool | None = None,
+    table: SelectorTable | None = None,
+) -> DecodeConfig:
+    """The configuration that serves `problem` on `arch` (see `choose`); what is given overrides a choice.
+
+    The last four knobs are those of `tcgen05`, and giving one asks for it. Raises ConfigError where no kernel serves
+    the problem, naming the axis or the budget.
+    """
+    return choose(
+        problem, arch, table=table, impl=impl, row_tile=row_tile, ctas_per_sm=ctas_per_sm, pdl=pdl,
+        convert_warpgroups=convert_warpgroups, max_kv_stages=max_kv_stages, l2_prefetch=l2_prefetch,
+        kv_evict_first=kv_evict_first,
+    ).config  # fmt: skip
+
+
+def _by_rules(
     problem: Problem,
     arch: Arch,
     *,
@@ -108,6 +186,14 @@ def select(
         with contextlib.suppress(ConfigError):
             return _first_that_fits(_tcgen05(problem, row_tile, ctas_per_sm, pdl, knobs), arch)
     return _first_that_fits(_mma(problem, row_tile, ctas_per_sm, pdl), arch)
+
+
+def candidates(problem: Problem, arch: Arch) -> Iterator[DecodeConfig]:
+    """What the rules try for a problem when nothing is forced, in their order; what does not fit the arch included."""
+    if _suits_tcgen05(problem, arch):
+        with contextlib.suppress(ConfigError):
+            yield from _tcgen05(problem, None, None, False, {})
+    yield from _mma(problem, None, None, False)
 
 
 def _suits_tcgen05(problem: Problem, arch: Arch) -> bool:
@@ -188,8 +274,10 @@ def check_domain(domain: Mapping[str, Any]) -> None:
         raise ConfigError(f"paged_decode: the domain has no values for {', '.join(missing)}")
 
 
-def outcomes(domain: Mapping[str, Sequence[Any]], arch_name: str) -> Iterator[KernelConfig]:
-    """Every configuration that `select` can return for a problem of `domain` on an arch; each once.
+def outcomes(
+    domain: Mapping[str, Sequence[Any]], arch_name: str, table: SelectorTable | None = None
+) -> Iterator[KernelConfig]:
+    """Every configuration that `select` can return for a problem of `domain` on an arch, by a table; each once.
 
     `domain` maps axes of DOMAIN_AXES to the values that users may bring; axes left out take their
     default. Raises ConfigError on an unknown axis, an empty list, or a problem that no kernel serves.
@@ -200,7 +288,8 @@ def outcomes(domain: Mapping[str, Sequence[Any]], arch_name: str) -> Iterator[Ke
     for values in itertools.product(*domain.values()):
         point = dict(zip(domain, values, strict=True))
         problem = Problem(**{name: value for name, value in point.items() if name in _PROBLEM_AXES})
-        config = select(problem, arch, **{name: value for name, value in point.items() if name in _CHOICE_AXES})
+        choices = {name: value for name, value in point.items() if name in _CHOICE_AXES}
+        config = select(problem, arch, table=table, **choices)
         if config not in seen:
             seen.add(config)
             yield config
