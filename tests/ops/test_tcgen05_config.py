@@ -60,13 +60,16 @@ def test_warpgroups(cfg: Tcgen05Config, converters: int, threads: int) -> None:
     [
         (config(row_tile=32), 128, (72, 128, 184)),
         (config(row_tile=32, ctas_per_sm=1), 248, (72, 112, 256)),
-        (bf16(row_tile=32), 80, (56, 80, 104)),
-        (config(row_tile=32, kv_format="nvfp4"), 80, (56, 80, 104)),
+        (bf16(row_tile=32), 80, (48, 64, 128)),
+        (bf16(row_tile=8), 80, (48, 64, 128)),
+        (config(row_tile=16, kv_format="nvfp4"), 80, (48, 64, 128)),
         (bf16(row_tile=32, ctas_per_sm=1, convert_warpgroups=1), 168, (72, 112, 256)),
         (bf16(row_tile=32, ctas_per_sm=1, convert_warpgroups=2), 128, (72, 112, 216)),
     ],
 )
-def test_registers_of_wide_tiles_are_moved(cfg: Tcgen05Config, launch: int, moved: tuple[int, ...]) -> None:
+def test_registers_move_to_a_softmax_that_is_short_of_them(
+    cfg: Tcgen05Config, launch: int, moved: tuple[int, ...]
+) -> None:
     assert cfg.launch_registers(THOR) == launch
     found = cfg.registers(THOR)
     assert found is not None
@@ -78,11 +81,13 @@ def test_registers_of_wide_tiles_are_moved(cfg: Tcgen05Config, launch: int, move
 
 
 def test_narrow_tiles_keep_their_registers() -> None:
-    assert config(row_tile=16).registers(THOR) is bf16(row_tile=8).registers(THOR) is None
+    for narrow in (config(row_tile=16), bf16(row_tile=8, ctas_per_sm=1), config(row_tile=16, ctas_per_sm=1)):
+        assert narrow.launch_registers(THOR) >= 112
+        assert narrow.registers(THOR) is None
 
 
 def test_two_converters_leave_two_ctas_of_wide_tiles_too_few_registers() -> None:
-    with pytest.raises(ConfigError, match=r"leaves 72 registers a thread to the softmax at ctas_per_sm 2.*at least 96"):
+    with pytest.raises(ConfigError, match=r"leaves 80 registers a thread to the softmax at ctas_per_sm 2.*at least 96"):
         bf16(row_tile=32, convert_warpgroups=2).check_arch(THOR)
 
 

@@ -36,6 +36,18 @@ def ldmatrix_x2(address: Int32) -> tuple[Uint32, ...]:
     )
 
 
+def ldmatrix_x2_bytes(address: Int32) -> tuple[Uint32, ...]:
+    """Two transposed 16x16 matrices of bytes; lane 16i + r gives the address of row r of matrix i.
+
+    Byte b of lane 4g + t in register 2i + h is row 4t + b, column g + 8h of matrix i. From sm_100a on.
+    """
+    return inline(
+        "ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
 def mma_m16n8k16(dtype: str, a: Fragment, b: Fragment, acc: Fragment) -> list[Float32]:
     """acc + A B for A 16x16 (4 registers) and B 16x8 (2 registers) of `dtype` ("f16" or "bf16"), fp32 acc."""
     return list(
@@ -98,6 +110,12 @@ def widen_codes(codes: Uint32, bit: int, *, bits: int, exponent_bits: int) -> Ui
         write_only_types=[Uint32],
         read_only_args=[codes],
     )
+
+
+def e4m3x4_to_bf16x2x2(codes: Uint32) -> tuple[Uint32, Uint32]:
+    """Four e4m3 codes to two bf16x2 registers (low pair, high pair); exact, NaN stays NaN."""
+    low, high = (pack_f32x2("bf16", *unpack_f16x2(pair)) for pair in e4m3x4_to_f16x2x2(codes))
+    return low, high
 
 
 def pack_f32x2(dtype: str, low: Float32, high: Float32) -> Uint32:
@@ -329,6 +347,11 @@ def store_shared_e4m3x2(address: Int32, low: Float32, high: Float32) -> None:
         "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r2}, {$r1}; st.shared.b16 [{$r0}], pair; }",
         read_only_args=[address, low, high],
     )
+
+
+def store_shared_bf16x2(address: Int32, low: Float32, high: Float32) -> None:
+    """Two fp32 values rounded to nearest even as bf16, to shared memory."""
+    store_shared_b32(address, pack_f32x2("bf16", low, high))
 
 
 def store_shared_f32(address: Int32, value: Float32) -> None:

@@ -174,6 +174,18 @@ def _quad_registers(row: int, columns: int) -> list[int]:
     return [4 * i + 2 * row + e for i in range(columns // 8) for e in range(2)]
 
 
+def store_quad_words(address: Int32, words: Sequence[Uint32]) -> None:
+    """Words to 16 of a warp's lanes as `load_quads` arranges them: `wait_store` before anyone may count on them.
+
+    Lane 4g + t stores, for i = 0, 1, ..., columns 8i + 2t and 8i + 2t + 1 of row g, then of row g + 8.
+    """
+    count = len(words)
+    inline(
+        f"tcgen05.st.sync.aligned.16x256b.x{count // 4}.b32 [{{$r0}}], {{{_registers('r', 1, count)}}};",
+        read_only_args=[address, *words],
+    )
+
+
 def store_words(address: Int32, words: Sequence[Uint32]) -> None:
     """Words to consecutive columns of this thread's own lane; `wait_store` before anyone may count on them."""
     count = len(words)

@@ -8,15 +8,18 @@ Roles
     softmax    warpgroup 0. Stages Q, turns S into P, rescales O where a maximum grew, writes the results and merges
                the chunks of a split sequence.
     issuer     the first warp of the last warpgroup; one thread issues every product.
+    converters with a bf16 Q, warpgroups between those two. Widen each block of K and V to bf16 in tensor memory, which
+               the products then read instead of the ring.
     producer   its second warp. Looks pages up and keeps the ring full, one TMA box a page and 128 elements.
 
 The ring holds blocks of 128 keys by 128 elements: K0, K1, V0, K2, V1, ... One full and one empty mbarrier each; a
-product's commit empties a stage. S, P and the maxima have two buffers, O one.
+product's commit empties a stage, or the converter that has read it, and a product then empties the widened one. S, P
+and the maxima have two buffers, O one.
 
 Numerics. Scores are exact products of codes with fp32 sums. The running maximum is kept in raw score units; a row that
 sees nothing keeps m = -inf and l = 0, which gives O = 0 and LSE = -inf. P is rounded to e4m3 after a factor of 448,
-which leaves at the end; l sums it unrounded. V past a sequence's end must be finite in pages that hold its last keys,
-since P = 0 there does not undo a NaN.
+which leaves at the end, or to bf16 where Q is; l sums it unrounded. V past a sequence's end must be finite in pages
+that hold its last keys, since P = 0 there does not undo a NaN.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from cubinery.aot.kernels.common import tcgen05 as tc
 from cubinery.aot.kernels.common.memory import load_f32
 from cubinery.aot.kernels.paged_decode.decode_abi import scale_params
 from cubinery.aot.kernels.paged_decode.split_merge import SplitMerge
+from cubinery.aot.kernels.paged_decode.tcgen05_convert import Converter
 from cubinery.aot.kernels.paged_decode.tcgen05_load import Producer
 from cubinery.aot.kernels.paged_decode.tcgen05_mma import Issuer
 from cubinery.aot.kernels.paged_decode.tcgen05_softmax import Softmax
@@ -50,11 +54,16 @@ from cubinery.aot.kernels.paged_decode.tcgen05_tile import (
     SOFTMAX_BARRIER,
     SOFTMAX_WARPS,
     TMEM,
+    WIDE_EMPTY,
+    WIDE_FULL,
     Tile,
 )
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.ops.paged_decode.decode_config import TILE_KEYS
 from cubinery.runtime.ops.paged_decode.tcgen05_config import Tcgen05Config
+
+CONVERTER_WARPS = 4
+"""Warps of the warpgroup that converts a block."""
 
 
 class PagedDecodeTcgen05(Tile):
@@ -64,6 +73,7 @@ class PagedDecodeTcgen05(Tile):
         super().__init__(config, arch)
         self.producer, self.issuer = Producer(config, arch), Issuer(config, arch)
         self.softmax, self.epilogue = Softmax(config, arch), Epilogue(config, arch)
+        self.converter = Converter(config, arch)
         self.split_merge = SplitMerge(
             head_dim=config.head_dim, row_tile=config.row_tile, warps=SOFTMAX_WARPS, barrier=SOFTMAX_BARRIER,
             is_last=IS_LAST,
@@ -158,6 +168,11 @@ class PagedDecodeTcgen05(Tile):
             elif warp < SOFTMAX_WARPS:
                 self.move_registers(2)
                 self.attend(smem, tidx, self.work_item(smem), buffers, shape, strides, factors)
+            elif cutlass.const_expr(c.converters > 0):
+                self.move_registers(1)
+                tmem = ptx.load_shared_i32(smem + TMEM)
+                _, _, _, _, tiles = self.work_item(smem)
+                self.converter.convert(smem, tidx % 128, tmem, (warp - SOFTMAX_WARPS) // 4, tiles)
 
     def work_item(self, smem):
         """(sequence, first key, end key, keys of the sequence, tiles): see `SplitPlan.device_work`."""
@@ -171,7 +186,10 @@ class PagedDecodeTcgen05(Tile):
         """By one warp, before a barrier of the CTA."""
         if lane < self.stages:
             ptx.mbarrier_init(smem + FULL + lane * 8, 1)
-            ptx.mbarrier_init(smem + EMPTY + lane * 8, 1)
+            ptx.mbarrier_init(smem + EMPTY + lane * 8, CONVERTER_WARPS if self.widens else 1)
+        if lane < self.wide_stages:
+            ptx.mbarrier_init(smem + WIDE_FULL + lane * 8, CONVERTER_WARPS)
+            ptx.mbarrier_init(smem + WIDE_EMPTY + lane * 8, 1)
         if lane < 2:
             ptx.mbarrier_init(smem + S_FULL + lane * 8, 1)
             ptx.mbarrier_init(smem + P_FULL + lane * 8, SOFTMAX_WARPS)

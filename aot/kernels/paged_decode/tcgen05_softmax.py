@@ -215,7 +215,7 @@ class Softmax(Tile):
         """O *= alpha, once the product of tile `last` is done; the next one waits for this warp's P."""
         ptx.mbarrier_wait(smem + O_DONE + (last & 1) * 8, (last >> 1) & 1)
         tc.fence_after()
-        for block in cutlass.range_constexpr(self.blocks):
+        for block in cutlass.range(self.blocks, unroll=1):
             address = lanes + self.o_column(block)
             rows = tc.load_quads(address, self.rows)
             rows = [[x * factor for x, factor in zip(row, alpha, strict=True)] for row in rows]
@@ -224,11 +224,14 @@ class Softmax(Tile):
 
     def store_p(self, buffer, lane, warp, p):
         """This thread's P, keys as rows: planes of 16 bytes a key."""
+        width = self.config.q_element_bytes
+        store = ptx.store_shared_bf16x2 if self.widens else ptx.store_shared_e4m3x2
         for n, row in enumerate(p):
             key = buffer + (warp * 32 + 8 * n + lane // 4) * 16
             for group in range(self.columns // 2):
-                place = key + group // 2 * (16 * TILE_KEYS) + group % 2 * 8 + lane % 4 * 2
-                ptx.store_shared_e4m3x2(place, row[2 * group], row[2 * group + 1])
+                plane, place = divmod(8 * group * width, 16)
+                target = key + plane * (16 * TILE_KEYS) + place + lane % 4 * (2 * width)
+                store(target, row[2 * group], row[2 * group + 1])
 
     @cute.jit
     def sum_up(self, smem, lane, warp, l):

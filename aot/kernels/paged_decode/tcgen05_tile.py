@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import cute
 
 from cubinery.aot.kernels.common import tcgen05 as tc
 from cubinery.aot.kernels.paged_decode.constants import TINY
@@ -23,6 +23,7 @@ Q_FULL = 304  # mbarrier: Q lies in shared memory
 TMEM = 312  # int32: address of this CTA's tensor memory
 IS_LAST = 316  # int32: whether this CTA finished a sequence's last chunk
 ITEM = 320  # int32 [4]: first half of the work item, for every role
+WIDE_FULL, WIDE_EMPTY = 384, 448  # mbarriers of the blocks that are widened in tensor memory
 MAXIMA = 640  # fp32 [2][row_tile]: running maxima of raw scores; even tiles raise the first, odd ones the second
 LIMITS = 896  # int32 [row_tile]: end of each row's visible keys
 SUMS = 1024  # fp32 [4 warps][row_tile]: each warp's part of l
@@ -50,17 +51,23 @@ class Tile:
         self.q_smem = config.FIXED_SMEM
         self.p_smem = self.q_smem + config.q_bytes
         self.ring = self.p_smem + 2 * config.p_bytes + config.packed_stages * config.packed_stage_bytes
-        self.kind = "f8f6f4"
+        self.widens = config.q_dtype == "bf16"
+        """Whether K and V reach the tensor core as bf16 in tensor memory, K-major both."""
+        self.wide_stages = config.convert_stages(arch)
+        self.kind = "f16" if self.widens else "f8f6f4"
         kv = "e4m3" if config.kv_format in ("fp8", "nvfp4") else config.kv_format
-        self.score_instruction = tc.instruction(kv, "e4m3", TILE_KEYS, self.rows)
-        self.output_instruction = tc.instruction(kv, "e4m3", BLOCK_DIM, self.rows, a_mn_major=True, b_mn_major=True)
+        a, b = ("bf16", "bf16") if self.widens else (kv, "e4m3")
+        self.score_instruction = tc.instruction(a, b, TILE_KEYS, self.rows)
+        self.output_instruction = tc.instruction(
+            a, b, BLOCK_DIM, self.rows, a_mn_major=not self.widens, b_mn_major=True
+        )
         self.kv_matrix = tc.Matrix("128B", 0, 1024)
         """A ring stage: rows of 128 bytes. K-major for K, MN-major for V."""
         self.q_matrix = tc.Matrix("128B", 0, 1024)
         self.p_matrix = tc.Matrix("none", 128, 16 * TILE_KEYS)
         """P: planes of 16 bytes a key."""
-        self.p_log2_scale = math.log2(448.0)
-        """P is written as e4m3 of 448 times itself, so that small probabilities stay normal."""
+        self.p_log2_scale = 0.0 if self.widens else math.log2(448.0)
+        """P is written as e4m3 of 448 times itself, so that small probabilities stay normal; as bf16 it is itself."""
 
     def s_column(self, slot):
         """First column of a buffer of S."""
@@ -70,6 +77,10 @@ class Tile:
         """First column of a block of O."""
         return (2 + block) * self.rows
 
+    def wide_column(self, slot):
+        """First column of a block that was widened to bf16."""
+        return self.config.accumulator_columns + slot * self.config.CONVERT_COLUMNS
+
     def sync_softmax(self):
         """A barrier of the softmax warps."""
         cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=32 * SOFTMAX_WARPS)
@@ -78,8 +89,10 @@ class Tile:
         """A positive scale that underflow has not made zero, so that -inf times it stays -inf."""
         return cute.arch.fmax(scale, TINY)
 
-    def advance(self, stage, phase):
-        """The next ring stage, and its phase."""
-        following = stage + 1
-        wrapped = following == self.stages
-        return cutlass.select_(wrapped, Int32(0), following), cutlass.select_(wrapped, phase ^ 1, phase)
+    def advance(self, stage, phase, stages=None, step=1):
+        """The stage `step` further in a ring (that of K and V by default) of no fewer, and its phase."""
+        stages = self.stages if stages is None else stages
+        assert step <= stages, "once around the ring at most"
+        following = stage + step
+        wrapped = following >= stages
+        return cutlass.select_(wrapped, following - stages, following), cutlass.select_(wrapped, phase ^ 1, phase)

@@ -22,6 +22,9 @@ MAX_KV_STAGES = 16
 MAX_CONVERT_STAGES = 8
 """Stages of bf16 in tensor memory that there are barriers for."""
 
+ENOUGH_REGISTERS = 112
+"""Registers that a softmax thread of up to 16 query rows needs."""
+
 AUTO = "auto"
 """Value of `convert_warpgroups` that stands for what Q, the cache and `ctas_per_sm` ask for."""
 
@@ -146,13 +149,14 @@ class Tcgen05Config(DecodeConfig):
     def registers(self, arch: Arch) -> tuple[int, int, int] | None:
         """Registers of an (MMA and copy, converter, softmax) thread once they have been moved.
 
-        None where they stay as launched: only 32 query rows make the softmax warpgroup short of them.
+        None where they stay as launched: 32 query rows make the softmax warpgroup short of them, and converters where
+        two CTAs share an SM. Each role gets what it compiles to without spills.
         """
-        if self.row_tile < 32:
-            return None
         launch = self.launch_registers(arch)
-        issuing = min(launch, 56 if self.ctas_per_sm == 2 and self.converters else 72)
-        converting = min(launch, 112 if self.ctas_per_sm == 1 else 88)
+        if self.row_tile < 32 and launch >= ENOUGH_REGISTERS:
+            return None
+        issuing = min(launch, 48 if self.ctas_per_sm == 2 and self.converters else 72)
+        converting = min(launch, 112 if self.ctas_per_sm == 1 else 64)
         softmax = launch * self.warpgroups - issuing - converting * self.converters
         return issuing, converting, min(256, softmax // 8 * 8)
 
