@@ -30,7 +30,7 @@ from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.config import HEAD_DIMS, KV_BITS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.rule_rows import ROW_CLASSES, option, rows_of_rules
 from cubinery.runtime.ops.paged_decode.select import split_policy
-from cubinery.runtime.ops.paged_decode.table import Option, Row, SelectorTable
+from cubinery.runtime.ops.paged_decode.table import Option, Row, SelectorTable, loads
 
 PROGRAM = "benchmarks.tune"
 PAGE_SIZE = 64
@@ -175,7 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=__doc__)
     p.add_argument("--bundle", default=os.environ.get("CUBINERY_BUNDLE", "build/kernels"), metavar="DIR")
     p.add_argument(
-        "--out", type=Path, metavar="FILE", help="where the table goes (default: build/<family>.<arch>.json)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where the table goes (default: build/<family>.<arch>.json); rows that were measured there before, of "
+        "other problems, stay",
     )
     p.add_argument("--rules", metavar="ARCH", help="measure nothing: write what the rules say on ARCH, as estimates")
     p.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)), metavar="D[,D]", help="default: all")
@@ -187,10 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         head_dims = [int(d) for d in choose("--head-dims", options.head_dims, [str(d) for d in HEAD_DIMS])]
         formats = choose("--formats", options.formats, tuple(KV_BITS))
         if options.rules:
-            arch = resolve(options.rules)
-            return _write(
-                SelectorTable(arch.name, "estimates: the rules of the selector", rows_of_rules(arch)), options
-            )
+            return _write(resolve(options.rules), (), "estimates: the rules of the selector", options.out)
         library = Library.open(options.bundle)
         device = select_device(options.device)
         arch = resolve(library.arch_for(options.device))
@@ -201,15 +202,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         where = machine(library, options.device)
         source = f"measured on {where.gpu}, driver {where.driver}; rows that say so are estimates"
-        return _write(SelectorTable(arch.name, source, (*rows, *rows_of_rules(arch))), options)
+        return _write(arch, rows, source, options.out)
     except CubineryError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
 
 
-def _write(table: SelectorTable, options: argparse.Namespace) -> int:
-    path = options.out or Path("build", f"{DecodeConfig.family}.{table.arch}.json")
+def _write(arch: Arch, rows: Sequence[Row], source: str, out: Path | None) -> int:
+    """Write measured rows and those of the rules. What a table at `out` has measured of other problems stays."""
+    path = out or Path("build", f"{DecodeConfig.family}.{arch.name}.json")
+    table = SelectorTable(arch.name, source, (*rows, *rows_of_rules(arch)))
     try:
+        if path.is_file():
+            table = _completed(table, loads(path.read_bytes(), str(path)), path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(table.dumps(), encoding="utf-8")
     except OSError as error:
@@ -217,6 +222,16 @@ def _write(table: SelectorTable, options: argparse.Namespace) -> int:
     measured = sum(row.basis == "measured" for row in table.rows)
     print(f"written: {path}, {measured} measured rows and {len(table.rows) - measured} estimates")
     return 0
+
+
+def _completed(table: SelectorTable, known: SelectorTable, path: Path) -> SelectorTable:
+    """A table with the measured rows of another one, of problems that its own do not speak of."""
+    if known.arch != table.arch:
+        raise CubineryError(f"--out {path}: holds a table for {known.arch}: expected one for {table.arch}, or no file")
+    own = [row.when for row in table.rows if row.basis == "measured"]
+    kept = [row for row in known.rows if row.basis == "measured" and row.when not in own]
+    source = known.source if kept and not own else table.source
+    return replace(table, source=source, rows=(*table.rows[: len(own)], *kept, *table.rows[len(own) :]))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from cubinery.aot.variants import check_closure, expand
 from cubinery.runtime.bundle import Bundle, open_all
 from cubinery.runtime.errors import BundleError, IntegrityError
 from cubinery.runtime.manifest import Manifest
+from cubinery.runtime.ops.paged_decode.config import HEAD_DIMS, KV_BITS, MmaConfig
+from cubinery.runtime.ops.paged_decode.table import SelectorTable
 
 DECODE = ("paged_decode", "sm_90a")
 ITEMS = "{arch: sm_110a, width: [1, 2]}"
@@ -165,3 +168,19 @@ def test_adding_to_a_bundle_with_a_damaged_table_is_refused(run_build: Callable[
         run_build(toy_items("{arch: sm_110a, width: 4}"), merge=True)
     with pytest.raises(IntegrityError, match="tables/toy"):
         Bundle.open(tmp_path / "out/sm_110a")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_110a"])
+def test_what_is_tuned_are_the_options_that_ship(root: Path, arch: str) -> None:
+    """Every configuration of `mma` that a row names, at one page size, and nothing that no row names."""
+    found = {item.key for item in expand(load_specs([root / "kernel_specs/tune/paged_decode.yaml"]), [arch])}
+    table: SelectorTable = tables.rows(tables.load([("paged_decode", arch)]), "paged_decode", arch)
+    named = set()
+    for row in table.rows:
+        for d, kv_format, option in itertools.product(
+            row.when.get("head_dim", HEAD_DIMS), row.when.get("kv_format", tuple(KV_BITS)), row.options
+        ):
+            if option.impl == "mma":
+                config = MmaConfig(head_dim=d, page_size=64, kv_format=kv_format, **option.axes)
+                named |= {config.key(arch), *(other.key(arch) for other in config.requires())}
+    assert found == named

@@ -12,9 +12,12 @@ from fake_peers import CountingTimer
 from host_kernels import HostKernels
 
 from benchmarks import tune
+from benchmarks.paged_decode import Result
+from benchmarks.shapes import Shape
 from benchmarks.timing import Time
 from benchmarks.tune import Class
 from cubinery.runtime.arch import resolve
+from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.rule_rows import ROW_CLASSES, rows_of_rules
@@ -22,26 +25,26 @@ from cubinery.runtime.ops.paged_decode.select import Problem, choose
 from cubinery.runtime.ops.paged_decode.table import SelectorTable, loads
 
 H200 = resolve("sm_90a")
-FEW = Class(512, "fp8", (1, 8))
-PLAIN = {"head_dim": 512, "page_size": 64, "kv_format": "fp8"}
+FEW = Class(128, "fp8", (1, 8))
+PLAIN = {"head_dim": 128, "page_size": 64, "kv_format": "fp8"}
 
 
-class ScriptedTimer(CountingTimer):
-    """Runs what it is given; its times are those of a list."""
+class Script:
+    """Stands in for `measure_ours`: times of a list, in order, and what was asked for."""
 
     def __init__(self, us: list[float]) -> None:
-        super().__init__()
-        self.us = us
+        self.us, self.asked = us, []  # type: ignore[var-annotated]
 
-    def time(self, call: Any) -> Time:
-        super().time(call)
-        return Time(self.us[self.timed - 1], 1, 2, 3)
+    def __call__(self, library: Library, shape: Shape, kv_format: str, *rest: Any, table: SelectorTable) -> Result:
+        self.asked.append((shape.lens, table.rows[0].options[0]))
+        return Result(Time(self.us[len(self.asked) - 1], 1, 2, 3))
 
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """Two configurations of head_dim 512, one of which the rules would pick, and others that are not compared."""
-    monkeypatch.setattr(tune, "BATCHES", ((300, 17), (700, 3)))
+    """Two configurations of head_dim 128, one of which the rules would pick, and others that are not compared."""
+    monkeypatch.setattr(tune, "BATCHES", ((140, 17), (60, 3)))
+    monkeypatch.setattr(tune, "HEAD_ELEMENTS", 128)
     configs = [MmaConfig(**PLAIN, ctas_per_sm=c) for c in (1, 2)]
     others = [MmaConfig(**PLAIN, window=True, ctas_per_sm=1), MmaConfig(**PLAIN | {"page_size": 16}, ctas_per_sm=1)]
     write_bundle(tmp_path, "sm_90a", [*configs, *others, *configs[0].requires()])
@@ -50,11 +53,14 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     return Library.open(tmp_path, driver=driver)
 
 
-def run(library: Library, us: list[float], *kinds: Class) -> tuple[list[Any], list[str], int]:
+def run(library: Library, us: list[float], *kinds: Class) -> tuple[list[Any], list[str], Script]:
+    """Rows, what was said and what was asked, where measurements take these times."""
     said: list[str] = []
-    timer = ScriptedTimer(us)
-    rows = tune.tune(library, H200, list(kinds), timer, torch.device("cpu"), said.append)
-    return rows, said, timer.timed
+    script = Script(us)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "measure_ours", script)
+        rows = tune.tune(library, H200, list(kinds), CountingTimer(), torch.device("cpu"), said.append)
+    return rows, said, script
 
 
 def test_plain_configurations_are_compared(library: Library) -> None:
@@ -66,13 +72,14 @@ def test_plain_configurations_are_compared(library: Library) -> None:
 def test_the_fastest_goes_first_and_the_problem_gets_it(library: Library) -> None:
     """Two options by two shapes, then thor and two other costs for the faster one, of which none is faster."""
     options = tune.options_of(library, "sm_90a", FEW)
-    (row,), said, timed = run(library, [20.0, 40.0, 10.0, 30.0, *[50.0] * 6], FEW)
-    assert timed == 10
+    (row,), said, script = run(library, [20.0, 40.0, 10.0, 30.0, *[50.0] * 6], FEW)
+    assert [lens for lens, _ in script.asked] == [(140, 17), (60, 3)] * 5
+    assert [asked for _, asked in script.asked[:4:2]] == options
     assert row.options == (options[1], options[0])
-    assert row.when == {"head_dim": (512,), "kv_format": ("fp8",), "q_dtype": ("bf16",), "n_q": (1, 8)}
+    assert row.when == {"head_dim": (128,), "kv_format": ("fp8",), "q_dtype": ("bf16",), "n_q": (1, 8)}
     assert row.basis == "measured"
-    assert row.note.startswith("us for 1 x 300 + 1 x 17, 1 x 700 + 1 x 3: 10.0, 30.0 with mma, row_tile 16, ")
-    assert said[-1].startswith("head_dim 512, fp8, 1 to 8 rows: mma, row_tile 16, ctas_per_sm ")
+    assert row.note.startswith("us for 1 x 140 + 1 x 17, 1 x 60 + 1 x 3: 10.0, 30.0 with mma, row_tile 16, ")
+    assert said[-1].startswith("head_dim 128, fp8, 1 to 8 rows: mma, row_tile 16, ctas_per_sm ")
     text = SelectorTable("sm_90a", "measured", (row, *rows_of_rules(H200))).dumps()
     problem = Problem(**PLAIN, group_size=8)
     assert choose(problem, H200, table=loads(text, "x")).config.ctas_per_sm == options[1].axes["ctas_per_sm"]
@@ -90,17 +97,25 @@ def test_a_split_policy_must_be_faster_by_a_percent(library: Library) -> None:
 
 
 def test_what_the_bundle_lacks_keeps_its_rules(library: Library) -> None:
-    rows, said, timed = run(library, [], Class(64, "bf16", (1, 8)))
-    assert (rows, timed) == ([], 0)
+    rows, said, script = run(library, [], Class(64, "bf16", (1, 8)))
+    assert (rows, script.asked) == ([], [])
     assert said == ["head_dim 64, bf16, 1 to 8 rows: nothing in the bundle serves it; the rules' rows stay"]
 
 
-def test_a_wrong_kernel_is_said_and_left_out(library: Library) -> None:
+@pytest.mark.parametrize("right", [True, False])
+def test_what_is_timed_was_proved(library: Library, right: bool) -> None:
+    """Kernels on the host; without them outputs stay as they were poisoned, and no row comes of it."""
     driver: Any = library.driver
-    driver.on_launch = None  # outputs stay as they were poisoned
-    rows, said, timed = run(library, [], FEW)
-    assert (rows, timed) == ([], 0)
-    assert "wrong result, sequence 0" in said[0]
+    if not right:
+        driver.on_launch = None
+    said: list[str] = []
+    timer = CountingTimer()
+    rows = tune.tune(library, H200, [FEW], timer, torch.device("cpu"), said.append)
+    assert (len(rows), timer.timed) == ((1, 10) if right else (0, 0)), said
+    if right:
+        assert rows[0].note.count("10.0, 10.0 with") == 2, "of equal times none is better by a percent"
+    else:
+        assert "wrong result, sequence 0" in said[0]
 
 
 def test_classes_and_their_shapes() -> None:
@@ -111,6 +126,24 @@ def test_classes_and_their_shapes() -> None:
             assert shape.h_k * shape.d == tune.HEAD_ELEMENTS
             assert kind.rows[0] <= shape.h_q // shape.h_k <= (kind.rows[1] or tune.WIDEST_GROUP)
             assert shape.kv_bytes("fp8") == sum(shape.lens) * 2 * tune.HEAD_ELEMENTS
+
+
+def test_what_was_measured_before_stays(root: Path, tmp_path: Path, library: Library) -> None:
+    """The shipped table of the H200, after its rules were written again; then with a class measured anew."""
+    shipped = root / "kernel_specs/selectors/paged_decode.sm_90a.json"
+    file = tmp_path / "t.json"
+    file.write_bytes(shipped.read_bytes())
+    assert tune.main(["--rules", "sm_90a", "--out", str(file)]) == 0
+    assert file.read_bytes() == shipped.read_bytes()
+    before = loads(file.read_bytes(), "x").rows
+    rows, _, _ = run(library, [20.0, 40.0, 10.0, 30.0, *[50.0] * 6], FEW)
+    for _ in range(2):  # the second time its own row is replaced
+        tune._write(H200, rows, "another", file)
+        after = loads(file.read_bytes(), "x")
+        assert after.rows == (*rows, *before)
+        assert after.source == "another"
+    with pytest.raises(CubineryError, match=r"t.json: holds a table for sm_90a: expected one for sm_110a, or no file"):
+        tune._write(resolve("thor"), rows, "x", file)
 
 
 def test_rules_are_written_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
