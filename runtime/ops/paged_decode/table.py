@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from cubinery.runtime.config import KernelConfig
@@ -209,8 +210,7 @@ def _option(value: Any, where: str) -> Option:
         integer(cost, f"{where}.lone_tile_cost", 1, LARGEST_TILE_COST)
     impl = choice(axes.pop("impl", None), DECODE_IMPLS, f"{where}.impl")
     config = CONFIGS[impl]
-    given = {f.name for f in fields(DecodeConfig)} - set(CHOSEN)
-    known = [name for name in config.axis_names() if name not in given]
+    known = [name for name in _choices(config) if name in CHOSEN or name not in _choices(DecodeConfig)]
     for name in axes:
         if name not in known:
             fail(f"{where}.{name}", f"unknown member: expected one of impl, {', '.join((*known, *SPLIT))}")
@@ -221,9 +221,14 @@ def _option(value: Any, where: str) -> Option:
     return Option(impl, values, policy, cost)
 
 
+@cache
+def _choices(config: type[KernelConfig]) -> dict[str, tuple[Any, ...]]:
+    return {f.name: f.metadata["choices"] for f in fields(config)}
+
+
 def _axis(config: type[KernelConfig], name: str, value: Any, where: str) -> Any:
     """A value that an axis may have. `True == 1`, so types are compared too."""
-    choices = next(f for f in fields(config) if f.name == name).metadata["choices"]
+    choices = _choices(config)[name]
     if not any(type(value) is type(c) and value == c for c in choices):
         fail(where, f"{value!r:.60}: expected one of {', '.join(map(str, choices))}")
     return value
