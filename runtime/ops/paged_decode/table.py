@@ -222,7 +222,7 @@ def _option(value: Any, where: str) -> Option:
 
 
 @cache
-def _choices(config: type[KernelConfig]) -> dict[str, tuple[Any, ...]]:
+def _choices(config: type) -> dict[str, tuple[Any, ...]]:
     return {f.name: f.metadata["choices"] for f in fields(config)}
 
 
