@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from cubinery.runtime.config import KernelConfig
@@ -51,6 +50,21 @@ SPLIT = ("policy", "lone_tile_cost")
 """What an option may say about splitting."""
 CHOSEN = ("row_tile", "ctas_per_sm")
 """Axes that every option names; `pdl` is the caller's."""
+
+Choices = dict[str, tuple[Any, ...]]
+"""Axis to the values that it may have."""
+
+
+def _choices(config: type[KernelConfig]) -> Choices:
+    return {f.name: f.metadata["choices"] for f in fields(config)}
+
+
+_COMMON = _choices(DecodeConfig)
+_OF_IMPL: dict[str, Choices] = {
+    impl: {n: values for n, values in _choices(CONFIGS[impl]).items() if n in CHOSEN or n not in _COMMON}
+    for impl in DECODE_IMPLS
+}
+"""What an option of an implementation may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +207,7 @@ def _conditions(value: Any, where: str) -> dict[str, Any]:
         elif name in LISTS:
             if not list_of(allowed, place):
                 fail(place, "empty: expected at least one value")
-            found[name] = tuple(_axis(DecodeConfig, name, v, f"{place}[{i}]") for i, v in enumerate(allowed))
+            found[name] = tuple(_axis(_COMMON[name], v, f"{place}[{i}]") for i, v in enumerate(allowed))
         else:
             fail(place, f"unknown condition: expected one of {', '.join((*LISTS, RANGE))}")
     return found
@@ -209,26 +223,19 @@ def _option(value: Any, where: str) -> Option:
     if "lone_tile_cost" in value:
         integer(cost, f"{where}.lone_tile_cost", 1, LARGEST_TILE_COST)
     impl = choice(axes.pop("impl", None), DECODE_IMPLS, f"{where}.impl")
-    config = CONFIGS[impl]
-    known = [name for name in _choices(config) if name in CHOSEN or name not in _choices(DecodeConfig)]
+    known = _OF_IMPL[impl]
     for name in axes:
         if name not in known:
             fail(f"{where}.{name}", f"unknown member: expected one of impl, {', '.join((*known, *SPLIT))}")
     missing = [name for name in CHOSEN if name not in axes]
     if missing:
         fail(where, f"no {', '.join(missing)}")
-    values = {name: _axis(config, name, v, f"{where}.{name}") for name, v in axes.items()}
+    values = {name: _axis(known[name], v, f"{where}.{name}") for name, v in axes.items()}
     return Option(impl, values, policy, cost)
 
 
-@cache
-def _choices(config: type) -> dict[str, tuple[Any, ...]]:
-    return {f.name: f.metadata["choices"] for f in fields(config)}
-
-
-def _axis(config: type[KernelConfig], name: str, value: Any, where: str) -> Any:
+def _axis(choices: tuple[Any, ...], value: Any, where: str) -> Any:
     """A value that an axis may have. `True == 1`, so types are compared too."""
-    choices = _choices(config)[name]
     if not any(type(value) is type(c) and value == c for c in choices):
         fail(where, f"{value!r:.60}: expected one of {', '.join(map(str, choices))}")
     return value
