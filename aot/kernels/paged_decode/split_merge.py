@@ -57,15 +57,18 @@ class SplitMerge:
             # Several rows at once: their requests are under way together.
             for i in cutlass.range(per_warp // self.few_rows, unroll=1):
                 n0 = row0 + (i * self.warps + warp) * self.few_rows
-                self.merge_rows(lane, n0, n_q, group_size, place, scale_o, target, self.few_rows, FEW_SPLITS)
+                self.merge_rows(lane, n0, n_q, group_size, place, scale_o, target, self.few_rows, FEW_SPLITS, FEW_SPLITS)
         else:
             for i in cutlass.range(per_warp, unroll=1):
                 n0 = row0 + i * self.warps + warp
-                self.merge_rows(lane, n0, n_q, group_size, place, scale_o, target, 1, self.depth)
+                self.merge_rows(lane, n0, n_q, group_size, place, scale_o, target, 1, self.depth, 32)
 
     @cute.jit
-    def merge_rows(self, lane, n0, n_q, group_size, place, scale_o, target, count, depth):
-        """Merge `count` rows from `n0` on, requesting the O of `depth` splits at once."""
+    def merge_rows(self, lane, n0, n_q, group_size, place, scale_o, target, count, depth, batch_size):
+        """Merge `count` rows from `n0` on, requesting the O of `depth` splits at once.
+
+        `batch_size`: splits a batch, of which a lane holds one. Lanes beyond have no weight, whatever maximum they see.
+        """
         o_partial, m_partial, l_partial, first_row, rows, n_splits = place
         o_base, o_token, o_head, lse, stat_row = target
         if n0 < n_q:
@@ -84,7 +87,7 @@ class SplitMerge:
                 ls = [self.load_stat(l_partial, first, rows, split0 + lane, n_splits, 0.0) for first in firsts]
                 for r in cutlass.range_constexpr(count):
                     peak = ms[r]
-                    for distance in (1, 2, 4, 8, 16):
+                    for distance in (d for d in (1, 2, 4, 8, 16) if d < batch_size):
                         peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=distance))
                     peak = cute.arch.fmax(peak, bases[r])
                     zero = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
@@ -96,15 +99,14 @@ class SplitMerge:
                     totals[r] = totals[r] * alpha + subtotal
                     bases[r] = peak
                     accs[r] = self.add([x * alpha for x in accs[r]], ahead[r], weight, 0)
-                    if cutlass.const_expr(count == 1):
-                        for group in cutlass.range_constexpr(1, 32 // depth):
-                            if split0 + group * depth < n_splits:
-                                j0 = group * depth
-                                values = [
-                                    self.load_o(o_partial, firsts[r], rows, lane, split0 + j0 + j, n_splits)
-                                    for j in range(depth)
-                                ]
-                                accs[r] = self.add(accs[r], values, weight, j0)
+                    for group in cutlass.range_constexpr(1, batch_size // depth):
+                        if split0 + group * depth < n_splits:
+                            j0 = group * depth
+                            values = [
+                                self.load_o(o_partial, firsts[r], rows, lane, split0 + j0 + j, n_splits)
+                                for j in range(depth)
+                            ]
+                            accs[r] = self.add(accs[r], values, weight, j0)
             for r in cutlass.range_constexpr(count):
                 n = n0 + r
                 if n < n_q:

@@ -15,6 +15,7 @@ instead of data, `t.load` checks initialisation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,8 @@ from cubinery.aot.ptxsim.tensormap import TensorMap
 Array = Any
 Span = Callable[[int, int], Array]
 MAX_BOX = 256
+_CHUNK = np.dtype("V16")
+"""Sixteen bytes, which NumPy moves at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,20 @@ def _rules(m: TensorMap, s: Shape) -> list[tuple[bool, str]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Inside:
+    """What is the same of all boxes of a map that lie inside the tensor."""
+
+    rows: Array
+    """Where each row starts, from the first one: (R,) of int64."""
+    exists: Array
+    """All rows do: (R,) of bool."""
+    size: int
+    """Bytes from the first one of a box to its last."""
+    chunks: Array
+    """The box's 16-byte chunks, counted from its first byte; None where it cannot be cut into such."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tile:
     """One box at one place: R rows, all with the same innermost part."""
 
@@ -144,6 +161,8 @@ class Tile:
     first: int
     """Bytes [first, last) of a row lie in the tensor; the rest is filled (load) or dropped (store)."""
     last: int
+    inside: Inside | None = None
+    """Where all of the box lies in the tensor."""
 
     @property
     def tx_bytes(self) -> int:
@@ -165,6 +184,8 @@ class Tile:
 
     def extent(self) -> tuple[int, int]:
         """(address, size) of the global memory from the first to the last byte touched; size 0 where none is."""
+        if self.inside is not None:
+            return int(self.rows[0]), self.inside.size
         if self.first >= self.last or not self.exists.any():
             return 0, 0
         low = int(self.rows[self.exists].min()) + self.first
@@ -172,8 +193,12 @@ class Tile:
 
     def load(self, span: Span) -> Array:
         """The box from global memory: (R, row bytes packed) of uint8."""
-        image = self.blank()
         low, size = self.extent()
+        if self.inside is not None and self.inside.chunks is not None and not self.shape.element.rounds:
+            with suppress(KeyError):  # its rows lie in several allocations
+                data = span(low, size).view(_CHUNK).take(self.inside.chunks)
+                return data.view(np.uint8).reshape(len(self.rows), -1)
+        image = self.blank()
         if size:
             data = self._window(span, low, size)
             image[self.exists, self.first : self.last] = tf32(data) if self.shape.element.rounds else data
@@ -186,10 +211,6 @@ class Tile:
             data = span(low, size)
         except KeyError:  # rows in several allocations, or one that does not exist: that row's KeyError then counts
             return np.stack([span(int(row), width) for row in rows])
-        if width % 16 == 0 and not ((rows - low) % 16).any():  # sixteen bytes at a time
-            whole = data[: len(data) & ~15].reshape(-1, 16)
-            index = (rows - low)[:, None] // 16 + np.arange(width // 16)
-            return whole.take(index, axis=0).reshape(len(rows), width)
         return data.take((rows - low)[:, None] + np.arange(width))
 
     def store(self, span: Span, image: Array, combine: Callable[[Array, Array], Array] | None = None) -> None:
@@ -201,11 +222,14 @@ class Tile:
             target[:] = data if combine is None else combine(target, data)
 
     def _chunks(self, shared: Array, address: int) -> tuple[Array, Array, int]:
-        """(shared memory as chunks of 16 bytes, the box's chunk numbers, bytes used of each)."""
+        """(shared memory as chunks of 16 bytes, the box's chunk numbers, bytes used of each).
+
+        Chunks are elements where all of their bytes are used, and rows otherwise.
+        """
         self.check_shared(address, len(shared))
         where = chunks(address, self.shared_bytes // 16, SWIZZLES[self.map.swizzle]) >> 4
-        padded = self.shape.element.padded
-        return shared[: len(shared) & ~15].reshape(-1, 16), where, DATA_BYTES[padded] if padded else 16
+        memory, padded = shared[: len(shared) & ~15], self.shape.element.padded
+        return (memory.reshape(-1, 16), where, DATA_BYTES[padded]) if padded else (memory.view(_CHUNK), where, 16)
 
     def check_shared(self, address: int, size: int) -> None:
         """Bounds and alignment of the box in shared memory (PTX ISA 5.5.4: 128 bytes)."""
@@ -226,20 +250,24 @@ class Tile:
         The padding of sub-byte containers keeps what it held.
         """
         memory, where, used = self._chunks(shared, address)
-        memory[where, :used] = image.reshape(-1, used)
+        if used == 16:
+            memory[where] = image.reshape(-1).view(_CHUNK)
+        else:
+            memory[where, :used] = image.reshape(-1, used)
 
     def take(self, shared: Array, address: int) -> Array:
         """The packed image of a box in shared memory."""
         memory, where, used = self._chunks(shared, address)
-        return memory[where, :used].reshape(len(self.rows), self.shape.row_bytes)
+        image = memory[where].view(np.uint8) if used == 16 else memory[where, :used]
+        return image.reshape(len(self.rows), self.shape.row_bytes)
 
 
-def _inner(m: TensorMap, coordinate: int) -> tuple[int, int, int]:
+def _inner(m: TensorMap, s: Shape, coordinate: int) -> tuple[int, int, int]:
     """(start of the row in bytes, first, last byte of it that lies in the tensor) for an innermost coordinate.
 
     A start that is no multiple of 16 bytes raised an illegal instruction on an H200; padded types need 128 elements.
     """
-    element, row = shape(m).element, shape(m).row_bytes
+    element, row = s.element, s.row_bytes
     bits = coordinate * element.bits
     if bits % 128 or (element.padded and coordinate % 128):
         expected = "128 elements" if element.padded else "16 bytes"
@@ -251,26 +279,32 @@ def _inner(m: TensorMap, coordinate: int) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=256)
-def _within(m: TensorMap) -> tuple[Array, Array]:
-    """Rows of a box that lies inside the tensor, from the address of its first one; and that all of them exist."""
+def _within(m: TensorMap) -> Inside:
+    """What is the same of all boxes inside the tensor."""
     rows = np.zeros(1, np.int64)
     for d, count in enumerate(shape(m).counts[1:], 1):
         steps = np.arange(count, dtype=np.int64) * m.element_strides[d] * m.strides[d - 1]
         rows = (steps[:, None] + rows).ravel()
-    return rows, np.ones(len(rows), bool)
+    width = shape(m).row_bytes
+    pieces = None
+    if width % 16 == 0 and not (rows % 16).any():
+        pieces = (rows[:, None] // 16 + np.arange(width // 16)).ravel()
+    return Inside(rows, np.ones(len(rows), bool), int(rows.max()) + width, pieces)
 
 
 def tile(m: TensorMap, coordinates: Sequence[int]) -> Tile:
     """The box whose lowest corner is at signed `coordinates`, innermost first (PTX ISA 5.5.3)."""
     if len(coordinates) != m.rank:
         raise DescriptorFault(f"{len(coordinates)} coordinates for a tensor map of rank {m.rank}")
-    counts = shape(m).counts
-    start, first, last = _inner(m, coordinates[0])
+    s = shape(m)
+    counts = s.counts
+    start, first, last = _inner(m, s, coordinates[0])
     upper = range(1, m.rank)
     if all(0 <= coordinates[d] <= m.extents[d] - 1 - (counts[d] - 1) * m.element_strides[d] for d in upper):
         base = m.address + start + sum(coordinates[d] * m.strides[d - 1] for d in upper)
-        relative, exists = _within(m)
-        return Tile(m, shape(m), relative + base, exists, first, last)
+        inside = _within(m)
+        whole = first == 0 and last == s.row_bytes
+        return Tile(m, s, inside.rows + base, inside.exists, first, last, inside if whole else None)
     rows = np.full(1, m.address + start, np.int64)
     exists = np.ones(1, bool)
     for d in range(1, m.rank):
@@ -278,7 +312,7 @@ def tile(m: TensorMap, coordinates: Sequence[int]) -> Tile:
         inside = (at >= 0) & (at < m.extents[d])
         rows = (at[:, None] * m.strides[d - 1] + rows).ravel()
         exists = (inside[:, None] & exists).ravel()
-    return Tile(m, shape(m), rows, exists, first, last)
+    return Tile(m, s, rows, exists, first, last)
 
 
 def check_store(coordinates: Sequence[int]) -> None:
@@ -312,7 +346,7 @@ def gather(m: TensorMap, column: int, rows: Sequence[int]) -> Tile:
     """Four rows of a 2-D tensor from one column on: tile::gather4 and tile::scatter4 (PTX ISA 5.5.6)."""
     if m.rank != 2 or m.box[1] != 1 or len(rows) != 4:
         raise DescriptorFault(f"gather4 with a map of rank {m.rank} and box {m.box}: expected rank 2 and one row")
-    start, first, last = _inner(m, column)
+    start, first, last = _inner(m, shape(m), column)
     at = np.asarray(rows, np.int64)
     return Tile(m, shape(m), m.address + start + at * m.strides[0], (at >= 0) & (at < m.extents[1]), first, last)
 

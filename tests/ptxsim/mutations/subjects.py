@@ -70,8 +70,8 @@ class Subject(Protocol):
 RINGS = {"fair": 3, "late": 4, "delays": 3, "priorities": 4}
 """Stages in use, by the kind of schedule: shallow rings, so that short sequences go around them. Both an odd and an
 even number: with an odd one a stage holds K and V by turns."""
-MANY = 17
-"""Splits of the second decode under `late`: more than half a warp merges at once."""
+SPLITS = (4, 17)
+"""Of the second and third decode under `late`: the most that a warp merges several rows of, and over half a warp."""
 
 
 def problems(config: MmaConfig, schedule: str) -> list[tuple[tuple[int, ...], int]]:
@@ -80,8 +80,10 @@ def problems(config: MmaConfig, schedule: str) -> list[tuple[tuple[int, ...], in
     Two chunks of four stages of K and V go around the ring twice; the mask of several tokens reaches over the last
     two stages.
     """
-    found = [((7 * config.stage_keys + 2, 0, 77), 2)]
-    return [*found, ((MANY * TILE_KEYS, 0, 77), MANY)] if schedule.startswith("late") else found
+    found: list[tuple[tuple[int, ...], int]] = [((7 * config.stage_keys + 2, 0, 77), 2)]
+    if schedule.startswith("late"):
+        found += [((splits * TILE_KEYS, 0, 77), splits) for splits in SPLITS]
+    return found
 
 
 class Mutants:
