@@ -57,7 +57,9 @@ class SplitMerge:
             # Several rows at once: their requests are under way together.
             for i in cutlass.range(per_warp // self.few_rows, unroll=1):
                 n0 = row0 + (i * self.warps + warp) * self.few_rows
-                self.merge_rows(lane, n0, n_q, group_size, place, scale_o, target, self.few_rows, FEW_SPLITS, FEW_SPLITS)
+                self.merge_rows(
+                    lane, n0, n_q, group_size, place, scale_o, target, self.few_rows, FEW_SPLITS, FEW_SPLITS
+                )
         else:
             for i in cutlass.range(per_warp, unroll=1):
                 n0 = row0 + i * self.warps + warp

@@ -302,9 +302,9 @@ def tile(m: TensorMap, coordinates: Sequence[int]) -> Tile:
     upper = range(1, m.rank)
     if all(0 <= coordinates[d] <= m.extents[d] - 1 - (counts[d] - 1) * m.element_strides[d] for d in upper):
         base = m.address + start + sum(coordinates[d] * m.strides[d - 1] for d in upper)
-        inside = _within(m)
+        known = _within(m)
         whole = first == 0 and last == s.row_bytes
-        return Tile(m, s, inside.rows + base, inside.exists, first, last, inside if whole else None)
+        return Tile(m, s, known.rows + base, known.exists, first, last, known if whole else None)
     rows = np.full(1, m.address + start, np.int64)
     exists = np.ones(1, bool)
     for d in range(1, m.rank):
