@@ -118,6 +118,34 @@ def e4m3x4_to_bf16x2x2(codes: Uint32) -> tuple[Uint32, Uint32]:
     return low, high
 
 
+def nvfp4_scales(pair: Uint32) -> tuple[Uint32, ...]:
+    """Two e4m3 block scales in the low half: an eighth of each, twice in an f16x2 register; exact."""
+    return inline(
+        "{ .reg .b16 codes, lo, hi; .reg .b32 both, eighth; cvt.u16.u32 codes, {$r0}; cvt.rn.f16x2.e4m3x2 both, codes; "
+        "mov.b32 eighth, 0x30003000; mul.rn.f16x2 both, both, eighth; mov.b32 {lo, hi}, both; "
+        "mov.b32 {$w0}, {lo, lo}; mov.b32 {$w1}, {hi, hi}; }",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[pair],
+    )
+
+
+def nvfp4_to_e4m3(codes: Int32, scale: Uint32) -> tuple[Uint32, ...]:
+    """Eight e2m1 codes times an f16x2 scale, rounded once to e4m3 (nearest even, saturating): eight bytes in order."""
+    pairs = range(4)
+    return inline(
+        "{ .reg .b8 c0, c1, c2, c3; .reg .b16 h0, h1, h2, h3; .reg .b32 p0, p1, p2, p3; "
+        "mov.b32 {c0, c1, c2, c3}, {$r0}; "
+        + "".join(
+            f"cvt.rn.f16x2.e2m1x2 p{i}, c{i}; mul.rn.f16x2 p{i}, p{i}, {{$r1}}; "
+            f"cvt.rn.satfinite.e4m3x2.f16x2 h{i}, p{i}; "
+            for i in pairs
+        )
+        + "mov.b32 {$w0}, {h0, h1}; mov.b32 {$w1}, {h2, h3}; }",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[codes, scale],
+    )
+
+
 def pack_f32x2(dtype: str, low: Float32, high: Float32) -> Uint32:
     """Two fp32 values rounded to nearest even as one f16x2 or bf16x2 register."""
     return inline(

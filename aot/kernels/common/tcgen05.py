@@ -132,41 +132,39 @@ def load(address: Int32, columns: int) -> list[Float32]:
     )
 
 
-def load_quads(address: Int32, columns: int) -> list[list[Float32]]:
+def load_quads(address: Int32, columns: int, parts: Sequence[int] = (0, 1)) -> list[list[Float32]]:
     """A warp's 32 lanes by `columns` fp32 as accumulator fragments; waits.
 
     Lane 4g + t gets, for each of four rows g, g + 8, g + 16 and g + 24 in turn, columns 8i + 2t and 8i + 2t + 1 for
-    i = 0, 1, ...
+    i = 0, 1, ... `parts` may be (0,) or (1,) for the first or the last two rows alone.
     """
     half = columns // 2
-    upper = address + (16 << 16)
-    text = "".join(
-        f"tcgen05.ld.sync.aligned.16x256b.x{columns // 8}.b32 {{{_registers('w', part * half, half)}}}, "
-        f"[{{$r{part}}}]; "
-        for part in range(2)
+    text = " ".join(
+        f"tcgen05.ld.sync.aligned.16x256b.x{columns // 8}.b32 {{{_registers('w', n * half, half)}}}, [{{$r{n}}}];"
+        for n in range(len(parts))
     )
     found = inline(
-        text + "tcgen05.wait::ld.sync.aligned;",
-        write_only_types=[Float32] * columns,
-        read_only_args=[address, upper],
+        text + " tcgen05.wait::ld.sync.aligned;",
+        write_only_types=[Float32] * (half * len(parts)),
+        read_only_args=[address + (16 * part << 16) for part in parts],
     )
-    return [[found[part * half + i] for i in _quad_registers(row, columns)] for part in range(2) for row in range(2)]
+    return [[found[n * half + i] for i in _quad_registers(row, columns)] for n in range(len(parts)) for row in range(2)]
 
 
-def store_quads(address: Int32, rows: Sequence[Sequence[Float32]]) -> None:
+def store_quads(address: Int32, rows: Sequence[Sequence[Float32]], parts: Sequence[int] = (0, 1)) -> None:
     """The inverse of `load_quads`; `wait_store` before anyone may count on it."""
     columns = 4 * len(rows[0])
-    half = columns // 2
-    registers: list[Any] = [None] * columns
+    half, count = columns // 2, len(parts)
+    registers: list[Any] = [None] * (half * count)
     for n, row in enumerate(rows):
         for value, i in zip(row, _quad_registers(n % 2, columns), strict=True):
             registers[n // 2 * half + i] = value
     text = " ".join(
-        f"tcgen05.st.sync.aligned.16x256b.x{columns // 8}.b32 [{{$r{part}}}], "
-        f"{{{_registers('r', 2 + part * half, half)}}};"
-        for part in range(2)
+        f"tcgen05.st.sync.aligned.16x256b.x{columns // 8}.b32 [{{$r{n}}}], "
+        f"{{{_registers('r', count + n * half, half)}}};"
+        for n in range(count)
     )
-    inline(text, read_only_args=[address, address + (16 << 16), *registers])
+    inline(text, read_only_args=[*(address + (16 * part << 16) for part in parts), *registers])
 
 
 def _quad_registers(row: int, columns: int) -> list[int]:

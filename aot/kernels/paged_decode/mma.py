@@ -35,6 +35,7 @@ from cutlass.experimental.cuda import tensor_map as tm
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import load_f32
 from cubinery.aot.kernels.paged_decode.abi import optional_params, scale_params
+from cubinery.aot.kernels.paged_decode.block_scales import head_scales
 from cubinery.aot.kernels.paged_decode.mma_compute import Consumer
 from cubinery.aot.kernels.paged_decode.mma_load import Producer
 from cubinery.aot.kernels.paged_decode.mma_mask import Mask
@@ -209,7 +210,7 @@ class PagedDecodeMma(MmaTile):
                         first_key = self.mask.first_key((length, self.mask.tokens(q_lens, seq, n_q), window))
                 self.producer.produce(
                     smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
-                    self.num_stages(key_begin, key_end), ring_depth, self.head_scales(scales, head),
+                    self.num_stages(key_begin, key_end), ring_depth, head_scales(scales, head),
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
@@ -261,13 +262,6 @@ class PagedDecodeMma(MmaTile):
                             warp, lane, row0, n_q, group_size, n_splits, rows, o_partial, m_partial, l_partial,
                             first_row, scale_o, target,
                         )  # fmt: skip
-
-    def head_scales(self, scales, head):
-        """What the producer must know of K's and of V's block scales; None where there are none."""
-        if scales is None:
-            return None
-        parts = (scales[0:4], scales[4:8])
-        return [(start.toint() + Int64(head) * step, page, row) for start, page, row, step in parts]
 
     def chunk(self, work, item):
         """(sequence, first key, end key, keys of the sequence): see `SplitPlan.device_work`."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, cute
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import load_i32
+from cubinery.aot.kernels.paged_decode import block_scales
 from cubinery.aot.kernels.paged_decode.mma_tile import EMPTY, FULL, MmaTile
 
 
@@ -57,29 +58,14 @@ class Producer(MmaTile):
                 if cutlass.const_expr(c.scale_bytes):
                     target = smem + self.ring + stage * c.stage_bytes + c.code_bytes
                     first = key_begin + i * c.stage_keys
-                    self.copy_scales(target, lane, scales[which], page, num_pages, first, key_end)
+                    block_scales.copy_scales(
+                        target, lane, scales[which],
+                        block_scales.owner_by_shuffle(page, box_rows, c.boxes_per_row), num_pages, first, key_end,
+                        keys=c.stage_keys, page_size=c.page_size, scale_bytes=c.scale_bytes,
+                    )  # fmt: skip
                     ptx.mbarrier_arrive_after_copies(full)
                 stage, phase = self.advance(stage, phase, depth)
             page = next_page
-
-    @cute.jit
-    def copy_scales(self, target, lane, source, page, num_pages, first, key_end):
-        """Block scales of a stage's keys from `first` on, a key a lane; zeros for keys that are not loaded.
-
-        `page` is that of the lane's box. TMA cannot copy these: their strides need not be multiples of 16 bytes.
-        """
-        c = self.config
-        base, page_bytes, row_bytes = source
-        piece = min(16, c.scale_bytes)
-        for i in cutlass.range_constexpr(c.stage_keys // 32):
-            row = i * 32 + lane
-            owner = cute.arch.shuffle_sync(page, row // self.box[1] * c.boxes_per_row)
-            exists = (first + row < key_end) & (owner >= 0) & (owner < num_pages)
-            offset = Int64(owner) * page_bytes + Int64((first + row) % c.page_size) * row_bytes
-            address = base + cutlass.select_(exists, offset, Int64(0))
-            read = cutlass.select_(exists, Int32(piece), Int32(0))
-            for part in cutlass.range_constexpr(c.scale_bytes // piece):
-                ptx.copy_to_shared(target + row * c.scale_bytes + part * piece, address + part * piece, piece, read)
 
     @cute.jit
     def look_up(self, block_table, table_row, num_pages, first_key, key_end, key):

@@ -20,12 +20,14 @@ FEW_SPLITS = 4
 class SplitMerge:
     """What the computing warps of any decode kernel do after a part of a split sequence."""
 
-    def __init__(self, *, head_dim: int, row_tile: int, warps: int, barrier: int, is_last: int) -> None:
+    def __init__(
+        self, *, head_dim: int, row_tile: int, warps: int, barrier: int, is_last: int, in_flight: int = 64
+    ) -> None:
         """For `warps` warps, from warp 0 on, that meet at a named barrier; `is_last`: where in shared memory one tells
-        the others whether this CTA merges, an int32.
+        the others whether this CTA merges, an int32; `in_flight`: registers of O that a thread requests at once.
         """
         self.head_dim, self.row_tile, self.warps = head_dim, row_tile, warps
-        self.barrier, self.flag = barrier, is_last
+        self.barrier, self.flag, self.in_flight = barrier, is_last, in_flight
 
     def meet(self):
         """A barrier of the warps."""
@@ -129,7 +131,7 @@ class SplitMerge:
     @property
     def few_rows(self) -> int:
         """Rows that a warp merges at once where splits are few."""
-        return max(1, min(self.row_tile // self.warps, 64 // (FEW_SPLITS * self.columns)))
+        return max(1, min(self.row_tile // self.warps, self.in_flight // (FEW_SPLITS * self.columns)))
 
     @property
     def columns(self) -> int:
@@ -143,8 +145,8 @@ class SplitMerge:
 
     @property
     def depth(self) -> int:
-        """Splits whose O a warp requests at once: 64 registers of it."""
-        return min(16, 64 // self.columns)
+        """Splits whose O a warp requests at once."""
+        return min(16, self.in_flight // self.columns)
 
     def add(self, acc, values, weights, first_lane):
         """acc + weight * O for consecutive splits, whose weights the lanes from `first_lane` on hold."""

@@ -35,20 +35,27 @@ from cutlass.experimental.cuda import tensor_map as tm
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common import tcgen05 as tc
 from cubinery.aot.kernels.common.memory import load_f32
+from cubinery.aot.kernels.paged_decode.block_scales import head_scales
+from cubinery.aot.kernels.paged_decode.constants import LOG2E
 from cubinery.aot.kernels.paged_decode.decode_abi import scale_params
 from cubinery.aot.kernels.paged_decode.split_merge import SplitMerge
 from cubinery.aot.kernels.paged_decode.tcgen05_convert import Converter
 from cubinery.aot.kernels.paged_decode.tcgen05_load import Producer
 from cubinery.aot.kernels.paged_decode.tcgen05_mma import Issuer
+from cubinery.aot.kernels.paged_decode.tcgen05_nvfp4 import Nvfp4Converter
 from cubinery.aot.kernels.paged_decode.tcgen05_softmax import Softmax
 from cubinery.aot.kernels.paged_decode.tcgen05_store import Epilogue
 from cubinery.aot.kernels.paged_decode.tcgen05_tile import (
     EMPTY,
+    FACTORS,
     FULL,
     IS_LAST,
     ITEM,
+    ITEM_END,
     O_DONE,
     P_FULL,
+    PACKED_EMPTY,
+    PACKED_FULL,
     Q_FULL,
     S_FULL,
     SOFTMAX_BARRIER,
@@ -73,10 +80,10 @@ class PagedDecodeTcgen05(Tile):
         super().__init__(config, arch)
         self.producer, self.issuer = Producer(config, arch), Issuer(config, arch)
         self.softmax, self.epilogue = Softmax(config, arch), Epilogue(config, arch)
-        self.converter = Converter(config, arch)
+        self.converter = (Nvfp4Converter if config.packed_stages else Converter)(config, arch)
         self.split_merge = SplitMerge(
             head_dim=config.head_dim, row_tile=config.row_tile, warps=SOFTMAX_WARPS, barrier=SOFTMAX_BARRIER,
-            is_last=IS_LAST,
+            is_last=IS_LAST, in_flight=64 if self.softmax_registers > 96 else 32,
         )  # fmt: skip
         self.issuer_warp = 4 * (config.warpgroups - 1)
         self.producer_warp = self.issuer_warp + 1
@@ -148,6 +155,9 @@ class PagedDecodeTcgen05(Tile):
                 tc.allocate(smem + TMEM, self.tmem_columns)
             if tidx == 32:
                 ptx.store_shared_v4(smem + ITEM, work_item)
+            if tidx == 64:
+                # (partial slot, chunks of the sequence, its first partial slot).
+                ptx.store_shared_v4(smem + ITEM_END, ptx.load_global_i32x4(work.toint() + Int64(item) * 32 + 16))
             tc.fence_before()
             cute.arch.sync_threads()
             tc.fence_after()
@@ -163,15 +173,16 @@ class PagedDecodeTcgen05(Tile):
                     seq, key_begin, key_end, _, tiles = self.work_item(smem)
                     table_row = Int64(seq) * shape[5]
                     self.producer.produce(
-                        smem, lane, k_map, v_map, buffers[1], table_row, head, shape[3], key_begin, key_end, tiles
-                    )
+                        smem, lane, k_map, v_map, buffers[1], table_row, head, shape[3], key_begin, key_end, tiles,
+                        head_scales(scales, head),
+                    )  # fmt: skip
             elif warp < SOFTMAX_WARPS:
                 self.move_registers(2)
-                self.attend(smem, tidx, self.work_item(smem), buffers, shape, strides, factors)
+                self.attend(smem, tidx, buffers, shape, strides, factors)
             elif cutlass.const_expr(c.converters > 0):
                 self.move_registers(1)
-                tmem = ptx.load_shared_i32(smem + TMEM)
                 _, _, _, _, tiles = self.work_item(smem)
+                tmem = ptx.load_shared_i32(smem + TMEM)
                 self.converter.convert(smem, tidx % 128, tmem, (warp - SOFTMAX_WARPS) // 4, tiles)
 
     def work_item(self, smem):
@@ -184,12 +195,16 @@ class PagedDecodeTcgen05(Tile):
     @cute.jit
     def init_barriers(self, smem, lane):
         """By one warp, before a barrier of the CTA."""
+        c = self.config
         if lane < self.stages:
-            ptx.mbarrier_init(smem + FULL + lane * 8, 1)
+            ptx.mbarrier_init(smem + FULL + lane * 8, CONVERTER_WARPS if c.packed_stages else 1)
             ptx.mbarrier_init(smem + EMPTY + lane * 8, CONVERTER_WARPS if self.widens else 1)
         if lane < self.wide_stages:
             ptx.mbarrier_init(smem + WIDE_FULL + lane * 8, CONVERTER_WARPS)
             ptx.mbarrier_init(smem + WIDE_EMPTY + lane * 8, 1)
+        if lane < c.packed_stages:
+            ptx.mbarrier_init(smem + PACKED_FULL + lane * 8, 33)  # codes, and each lane's scales
+            ptx.mbarrier_init(smem + PACKED_EMPTY + lane * 8, CONVERTER_WARPS)
         if lane < 2:
             ptx.mbarrier_init(smem + S_FULL + lane * 8, 1)
             ptx.mbarrier_init(smem + P_FULL + lane * 8, SOFTMAX_WARPS)
@@ -208,15 +223,14 @@ class PagedDecodeTcgen05(Tile):
             cute.arch.setmaxregister_increase(self.registers[role])
 
     @cute.jit
-    def attend(self, smem, tidx, item, buffers, shape, strides, factors):
+    def attend(self, smem, tidx, buffers, shape, strides, factors):
         """The softmax warps' part, from Q to the result."""
-        q, _, work, q_descale, k_descale, v_descale, o, lse, o_partial, m_partial, l_partial, counters = buffers
+        q, _, _, q_descale, k_descale, v_descale, o, lse, o_partial, m_partial, l_partial, counters = buffers
         num_kv_heads, n_q, group_size, _, _, _ = shape
         q_seq, q_token, q_head, o_seq, o_token, o_head, *descale_strides = strides
         scale_qs, scale_o = factors
-        seq, key_begin, key_end, length, tiles = item
-        tmem = ptx.load_shared_i32(smem + TMEM)
-        row_block, head, index = cute.arch.block_idx()
+        seq, key_begin, key_end, length, tiles = self.work_item(smem)
+        row_block, head, _ = cute.arch.block_idx()
         row0 = row_block * self.rows
 
         q_base = q.toint() + (Int64(seq) * q_seq + Int64(head * group_size) * q_head) * self.config.q_element_bytes
@@ -225,23 +239,30 @@ class PagedDecodeTcgen05(Tile):
             load_f32(pointer, Int64(seq) * descale_strides[2 * n] + head * descale_strides[2 * n + 1])
             for n, pointer in enumerate((q_descale, k_descale, v_descale))
         ]
-        score_scale = scale_qs * descales[0] * descales[1]
+        score_scale = self.at_least_tiny(scale_qs * descales[0] * descales[1] * self.kv_factor)
+        # What only the end needs waits in shared memory, out of registers.
+        if tidx == 0:
+            ptx.store_shared_f32x2(smem + FACTORS, (score_scale, descales[2] * self.kv_factor))
         # Without a causal mask every key of the chunk is visible to every row.
         length = length if cutlass.const_expr(self.config.q_len > 1) else key_end
         self.softmax.stage_limits(smem, tidx, row0, group_size, length)
         self.sync_softmax()
         full = self.softmax.full_tiles(length, key_begin, tiles)
-        self.softmax.attend(smem, tidx, tmem, key_begin, full, tiles, self.softmax.exp_scale(score_scale))
+        tmem = ptx.load_shared_i32(smem + TMEM)
+        exp_scale = self.at_least_tiny(score_scale * LOG2E)
+        self.softmax.attend(smem, tidx, tmem, key_begin, full, tiles, exp_scale)
 
-        # (partial slot, chunks of the sequence, its first partial slot): see `SplitPlan.device_work`.
-        slot, n_splits, first_slot, _ = ptx.load_global_i32x4(work.toint() + Int64(index) * 32 + 16)
+        seq, _, _, _, tiles = self.work_item(smem)
+        slot, n_splits, first_slot, _ = ptx.load_shared_i32x4(smem + ITEM_END)
+        score_scale, out_scale = ptx.load_shared_f32x2(smem + FACTORS)
+        tmem = ptx.load_shared_i32(smem + TMEM)
         rows = num_kv_heads * n_q
         o_base = o.toint() + (Int64(seq) * o_seq + Int64(head * group_size) * o_head) * 2
         target = (o_base, o_token, o_head, lse, Int64(seq) * rows + head * n_q)
         part = (o_partial, m_partial, l_partial, Int64(slot) * rows + head * n_q)
         is_split = n_splits > 1
         self.epilogue.finish_rows(
-            smem, tidx, row0, n_q, group_size, score_scale, descales[2], scale_o, is_split, target, part
+            smem, tidx, row0, n_q, group_size, score_scale, out_scale, scale_o, is_split, target, part
         )
         self.epilogue.store_o(smem, tidx, tmem, tiles, row0, n_q, is_split, target, part)
         self.epilogue.free(tidx, tmem)

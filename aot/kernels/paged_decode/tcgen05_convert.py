@@ -49,21 +49,14 @@ class Converter(Tile):
             for part in cutlass.range_constexpr(PARTS):
                 codes = load(smem + self.ring + stage * self.config.STAGE_BYTES, lane, warp, part)
                 if cutlass.const_expr(part == PARTS - 1):
-                    self.arrive(smem + EMPTY + stage * 8, lane)
+                    self.arrive(smem + EMPTY + stage * 8)
                 store(lanes + self.wide_column(slot), part, self.widen(codes))
             tc.wait_store()
             tc.fence_before()
-            self.arrive(smem + WIDE_FULL + slot * 8, lane)
+            self.arrive(smem + WIDE_FULL + slot * 8)
             stage, phase = self.advance(stage, phase, self.stages, step)
             slot, parity = self.advance(slot, parity, self.wide_stages, step)
         return stage, phase, slot, parity
-
-    @cute.jit
-    def arrive(self, barrier, lane):
-        """One arrival of a warp, after what all its lanes did."""
-        cute.arch.sync_warp()
-        if lane == 0:
-            ptx.mbarrier_arrive(barrier)
 
     def widen(self, codes):
         """bf16 pairs of codes, two registers for one."""

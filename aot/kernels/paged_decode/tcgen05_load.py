@@ -7,7 +7,8 @@ from cutlass import Int32, cute
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import load_i32
-from cubinery.aot.kernels.paged_decode.tcgen05_tile import EMPTY, FULL, Tile
+from cubinery.aot.kernels.paged_decode import block_scales
+from cubinery.aot.kernels.paged_decode.tcgen05_tile import EMPTY, FULL, PACKED_EMPTY, PACKED_FULL, Tile
 from cubinery.runtime.ops.paged_decode.decode_config import TILE_KEYS
 from cubinery.runtime.ops.paged_decode.tcgen05_config import BLOCK_DIM
 
@@ -18,6 +19,11 @@ EVICT_FIRST = 0x12F0000000000000
 class Producer(Tile):
     """One warp that keeps the ring full: K0, K1, V0, K2, V1, ..., a stage for each 128 elements of head_dim."""
 
+    @property
+    def policy(self) -> int | None:
+        """How L2 keeps the lines of K and V."""
+        return EVICT_FIRST if self.config.kv_evict_first else None
+
     @cute.jit
     def prefetch_maps(self, lane, k_map, v_map):
         """Bring both tensor maps close to the copy engine."""
@@ -26,8 +32,10 @@ class Producer(Tile):
             ptx.prefetch_tensor_map(v_map.get_ptr())
 
     @cute.jit
-    def produce(self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, tiles):
-        """Load the tiles of a chunk. Lane i issues the box of a stage's page i."""
+    def produce(
+        self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, tiles, scales
+    ):  # fmt: skip
+        """Load the tiles of a chunk. Lane i issues the box of a stage's page i. `scales`: see `head_scales`."""
         first = key_begin + lane * self.config.page_size  # of the lane's page, in the first tile
         place = (block_table, table_row, num_pages, key_end)
         page = self.look_up(place, lane, first)
@@ -40,16 +48,47 @@ class Producer(Tile):
             if cutlass.const_expr(self.config.l2_prefetch):
                 self.prefetch(place, lane, k_map, v_map, head, first, i)
             if i < tiles:
-                stage, phase = self.load_tile(smem, lane, k_map, head, page, stage, phase)
+                source = (k_map, head, page, None if scales is None else scales[0])
+                stage, phase = self.load(smem, lane, place, source, key_begin + i * TILE_KEYS, stage, phase)
             if i > 0:
-                stage, phase = self.load_tile(smem, lane, v_map, head, previous, stage, phase)
+                source = (v_map, head, previous, None if scales is None else scales[1])
+                stage, phase = self.load(smem, lane, place, source, key_begin + (i - 1) * TILE_KEYS, stage, phase)
             previous = page
             page = following
 
+    def load(self, smem, lane, place, source, key, stage, phase):
+        """K or V of the tile that begins at `key`; returns the next stage and its phase."""
+        if self.config.packed_stages:
+            return self.load_packed(smem, lane, place, source, key, stage, phase)
+        return self.load_blocks(smem, lane, source, stage, phase)
+
     @cute.jit
-    def load_tile(self, smem, lane, tensor_map, head, page, stage, phase):
-        """K or V of one tile, whose page this lane knows; returns the next stage and its phase."""
+    def load_packed(self, smem, lane, place, source, key, slot, phase):
+        """A tile's codes as they lie in the cache, and their block scales, for the converter."""
         c = self.config
+        tensor_map, head, page, scales = source
+        full = smem + PACKED_FULL + slot * 8
+        ptx.mbarrier_wait(smem + PACKED_EMPTY + slot * 8, phase)
+        if lane == 0:
+            ptx.mbarrier_arrive_expect_tx(full, c.packed_tx_bytes)
+        cute.arch.sync_warp()
+        buffer = smem + self.packed + slot * c.packed_stage_bytes
+        if lane < self.page_boxes:
+            coordinates = (Int32(0), Int32(0), head, page)
+            target = buffer + lane * (c.page_size * c.row_bytes)
+            ptx.tma_load_4d(target, tensor_map.get_ptr(), coordinates, full, self.policy)
+        block_scales.copy_scales(
+            buffer + c.packed_tx_bytes, lane, scales, block_scales.owner_by_shuffle(page, c.page_size), place[2], key,
+            place[3], keys=TILE_KEYS, page_size=c.page_size, scale_bytes=c.scale_bytes,
+        )  # fmt: skip
+        ptx.mbarrier_arrive_after_copies(full)
+        return self.advance(slot, phase, c.packed_stages)
+
+    @cute.jit
+    def load_blocks(self, smem, lane, source, stage, phase):
+        """A tile's blocks straight into the ring."""
+        c = self.config
+        tensor_map, head, page, _ = source
         for block in cutlass.range(self.blocks, unroll=1):
             full = smem + FULL + stage * 8
             ptx.mbarrier_wait(smem + EMPTY + stage * 8, phase)
@@ -59,9 +98,8 @@ class Producer(Tile):
             if lane < self.page_boxes:
                 target = smem + self.ring + stage * c.STAGE_BYTES + lane * (c.page_size * BLOCK_DIM)
                 coordinates = (block * BLOCK_DIM, Int32(0), head, page)
-                policy = EVICT_FIRST if c.kv_evict_first else None
-                ptx.tma_load_4d(target, tensor_map.get_ptr(), coordinates, full, policy)
-            stage, phase = self.advance(stage, phase)
+                ptx.tma_load_4d(target, tensor_map.get_ptr(), coordinates, full, self.policy)
+            stage, phase = self.advance(stage, phase, self.stages)
         return stage, phase
 
     @cute.jit

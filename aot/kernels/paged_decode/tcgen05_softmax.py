@@ -12,6 +12,7 @@ a slow one still reads; either may lag behind the other, so readers keep what th
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
@@ -19,7 +20,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common import tcgen05 as tc
-from cubinery.aot.kernels.paged_decode.constants import LOG2E, NEG_INF
+from cubinery.aot.kernels.paged_decode.constants import NEG_INF
 from cubinery.aot.kernels.paged_decode.tcgen05_tile import (
     LIMITS,
     MAXIMA,
@@ -64,7 +65,7 @@ class Softmax(Tile):
                 words = list(ptx.load_global_v4(q_base + element * c.q_element_bytes + chunk * 16))
             place = chunk // 8 * (self.rows * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
             ptx.store_shared_v4(smem + self.q_smem + place, words)
-        self.publish(smem + Q_FULL, tidx)
+        self.publish(smem + Q_FULL)
 
     @cute.jit
     def stage_limits(self, smem, tidx, row0, group_size, length):
@@ -81,34 +82,30 @@ class Softmax(Tile):
         end = length - (self.config.q_len - 1)
         return cutlass.min(cutlass.max(end - key_begin, 0) // TILE_KEYS, tiles)
 
-    @cute.jit
-    def publish(self, barrier, tidx):
+    def publish(self, barrier):
         """This warp has written what products will read: one arrival a warp."""
         tc.fence_async_shared()
         tc.fence_before()
-        cute.arch.sync_warp()
-        if tidx % 32 == 0:
-            ptx.mbarrier_arrive(barrier)
+        self.arrive(barrier)
 
     # -- tiles -----------------------------------------------------------------------------------
 
     @cute.jit
     def attend(self, smem, tidx, tmem, key_begin, full, tiles, exp_scale):
         """All tiles of a chunk; leaves each warp's part of l in shared memory."""
-        lane, warp = tidx % 32, tidx // 32
+        lane, warp = tidx % 32, cute.arch.make_warp_uniform(tidx // 32)
         lanes = tmem + (warp << 21)  # this warp's lanes of tensor memory
         owned, owner = self.ownership(lane)
-        m = [Float32(NEG_INF)] * self.columns
         l = [Float32(0.0)] * self.columns
-        bias = [Float32(0.0)] * self.columns
+        bias = [Float32(math.inf)] * self.columns
         # What this lane knows of the row that it raises; infinity where another lane does.
-        own = cutlass.select_(owner, Float32(NEG_INF), -Float32(NEG_INF))
+        own = cutlass.select_(owner, Float32(NEG_INF), Float32(math.inf))
         key = key_begin + warp * 32 + lane // 4
         fixed = (smem, lane, warp, lanes, owned, exp_scale)
         for i in cutlass.range(full, unroll=1):
-            m, l, bias, own = self.tile(fixed, i, None, m, l, bias, own)
+            l, bias, own = self.tile(fixed, i, None, l, bias, own)
         for i in cutlass.range(full, tiles, unroll=1):
-            m, l, bias, own = self.tile(fixed, i, key + i * TILE_KEYS, m, l, bias, own)
+            l, bias, own = self.tile(fixed, i, key + i * TILE_KEYS, l, bias, own)
         self.sum_up(smem, lane, warp, l)
 
     def ownership(self, lane):
@@ -119,8 +116,12 @@ class Softmax(Tile):
         return row, (lane & ((1 << shift) - 1)) < 4
 
     @cute.jit
-    def tile(self, fixed, i, key, m, l, bias, own):
-        """One tile. `key` is this thread's first, None where all keys are visible to all rows."""
+    def tile(self, fixed, i, key, l, bias, own):
+        """One tile. `key` is this thread's first, None where all keys are visible to all rows.
+
+        `bias` is what is added to the exponents of a row's scores: that of P's factor less that of the maximum, and
+        infinity while the row has seen nothing.
+        """
         smem, lane, warp, lanes, owned, exp_scale = fixed
         slot, phase = i & 1, (i >> 1) & 1
         ptx.mbarrier_wait(smem + S_FULL + slot * 8, phase)
@@ -131,30 +132,34 @@ class Softmax(Tile):
         peak = self.reduce(lane, [self.largest(column) for column in zip(*scores, strict=True)])
         maxima = smem + MAXIMA + slot * (4 * self.rows)
         if self.raise_maximum(maxima + owned * 4, peak, own) != 0:
-            base, alpha, m = self.raised(maxima, lane, m, exp_scale)
             own = cute.arch.fmax(own, ptx.load_shared_f32(maxima + owned * 4))
-            bias = [self.p_log2_scale - x * exp_scale for x in base]
+            bias, alpha = self.raised(maxima, lane, bias, exp_scale)
             l = [x * factor for x, factor in zip(l, alpha, strict=True)]
             if i > 0:
                 self.rescale(smem, lanes, i - 1, alpha)
         # The product two tiles back has read this buffer of P.
         ptx.mbarrier_wait(smem + O_DONE + slot * 8, phase ^ 1)
-        p = [[ptx.exp2(s * exp_scale + b) for s, b in zip(row, bias, strict=True)] for row in scores]
+        shift = bias
+        if cutlass.const_expr(key is not None):
+            # A row that has seen nothing has scores of -inf, which only a finite number may be added to.
+            shift = [cutlass.select_(x == math.inf, Float32(0.0), x) for x in bias]
+        p = [[ptx.exp2(s * exp_scale + x) for s, x in zip(row, shift, strict=True)] for row in scores]
         for row in p:
             l = [total + x for total, x in zip(l, row, strict=True)]
         self.store_p(smem + self.p_smem + slot * self.config.p_bytes, lane, warp, p)
-        self.publish(smem + P_FULL + slot * 8, lane)
-        return m, l, bias, own
+        self.publish(smem + P_FULL + slot * 8)
+        return l, bias, own
 
     def mask(self, smem, lane, key, scores):
         """-inf where a row does not see a key."""
-        limits: list[Any] = []
+        rows = [list(row) for row in scores]
         for group in range(self.columns // 2):
-            limits += ptx.load_shared_i32x2(smem + LIMITS + (8 * group + lane % 4 * 2) * 4)
-        return [
-            [cutlass.select_(key + 8 * n < limit, s, Float32(NEG_INF)) for s, limit in zip(row, limits, strict=True)]
-            for n, row in enumerate(scores)
-        ]
+            limits = ptx.load_shared_i32x2(smem + LIMITS + (8 * group + lane % 4 * 2) * 4)
+            for n, row in enumerate(rows):
+                for e, limit in enumerate(limits):
+                    column = 2 * group + e
+                    row[column] = cutlass.select_(key + 8 * n < limit, row[column], Float32(NEG_INF))
+        return rows
 
     def largest(self, values):
         found = values[0]
@@ -162,14 +167,13 @@ class Softmax(Tile):
             found = cute.arch.fmax(found, x)
         return found
 
-    @cute.jit
     def reduce(self, lane, values):
         """Maxima of all columns over the lanes that differ in lane // 4; each lane ends up with one of them.
 
         Lanes exchange halves of their columns while they have several, so that no maximum is taken twice.
         """
         for distance in (16, 8, 4):
-            if cutlass.const_expr(len(values) > 1):
+            if len(values) > 1:
                 half = len(values) // 2
                 upper = (lane & distance) != 0
                 kept = [cutlass.select_(upper, values[half + n], values[n]) for n in range(half)]
@@ -198,17 +202,17 @@ class Softmax(Tile):
             read_only_args=[address, peak, own],
         )
 
-    @cute.jit
-    def raised(self, maxima, lane, m, exp_scale):
-        """(what scores are compared with, factors of what was accumulated, new maxima) of this thread's rows."""
-        new = []
-        for group in cutlass.range_constexpr(self.columns // 2):
-            new += ptx.load_shared_f32x2(maxima + (8 * group + lane % 4 * 2) * 4)
-        new = [cute.arch.fmax(x, old) for x, old in zip(new, m, strict=True)]
-        # A row that has seen nothing keeps -inf; comparing with 0 instead avoids inf - inf.
-        base = [cutlass.select_(x == NEG_INF, Float32(0.0), x) for x in new]
-        alpha = [ptx.exp2((old - x) * exp_scale) for x, old in zip(base, m, strict=True)]
-        return base, alpha, new
+    def raised(self, maxima, lane, bias, exp_scale):
+        """(new biases, factors of what was accumulated) of this thread's rows."""
+        peaks: list[Any] = []
+        for group in range(self.columns // 2):
+            peaks += ptx.load_shared_f32x2(maxima + (8 * group + lane % 4 * 2) * 4)
+        new = [cute.arch.fmin(old, self.p_log2_scale - peak * exp_scale) for old, peak in zip(bias, peaks, strict=True)]
+        # A row that had seen nothing has nothing accumulated, and maybe still nothing: inf - inf.
+        alpha = [
+            cutlass.select_(old == math.inf, Float32(0.0), ptx.exp2(x - old)) for x, old in zip(new, bias, strict=True)
+        ]
+        return new, alpha
 
     @cute.jit
     def rescale(self, smem, lanes, last, alpha):
@@ -216,11 +220,21 @@ class Softmax(Tile):
         ptx.mbarrier_wait(smem + O_DONE + (last & 1) * 8, (last >> 1) & 1)
         tc.fence_after()
         for block in cutlass.range(self.blocks, unroll=1):
-            address = lanes + self.o_column(block)
-            rows = tc.load_quads(address, self.rows)
-            rows = [[x * factor for x, factor in zip(row, alpha, strict=True)] for row in rows]
-            tc.store_quads(address, rows)
+            for parts, first, columns in self.pieces:
+                address = lanes + self.o_column(block) + first
+                factors = alpha[first // 4 : (first + columns) // 4]
+                rows = tc.load_quads(address, columns, parts)
+                rows = [[x * factor for x, factor in zip(row, factors, strict=True)] for row in rows]
+                tc.store_quads(address, rows, parts)
         tc.wait_store()
+
+    @property
+    def pieces(self) -> list[tuple[tuple[int, ...], int, int]]:
+        """(parts, first column, columns) of O to rescale at once: scores are in registers too."""
+        if self.rows <= 16:
+            return [((0, 1), 0, self.rows)]
+        columns = self.rows if self.softmax_registers > 112 else self.rows // 2
+        return [((part,), first, columns) for part in range(2) for first in range(0, self.rows, columns)]
 
     def store_p(self, buffer, lane, warp, p):
         """This thread's P, keys as rows: planes of 16 bytes a key."""
@@ -242,7 +256,3 @@ class Softmax(Tile):
             for group in cutlass.range_constexpr(self.columns // 2):
                 place = smem + SUMS + (warp * self.rows + 8 * group + lane * 2) * 4
                 ptx.store_shared_f32x2(place, (l[2 * group], l[2 * group + 1]))
-
-    def exp_scale(self, score_scale):
-        """Factor from raw scores to exponents of 2."""
-        return self.at_least_tiny(score_scale * LOG2E)

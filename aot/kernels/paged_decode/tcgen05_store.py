@@ -39,7 +39,7 @@ class Epilogue(Tile):
             total = scaled * 2.0**-self.p_log2_scale
             peak = ptx.load_shared_f32(smem + MAXIMA + tidx * 4)
             peak = cute.arch.fmax(peak, ptx.load_shared_f32(smem + MAXIMA + (self.rows + tidx) * 4))
-            m = self.at_least_tiny(score_scale) * peak
+            m = score_scale * peak
             factor = out_scale * 2.0**-self.p_log2_scale
             if is_split:
                 store_f32(m_partial, part_row + n, m)

@@ -7,6 +7,7 @@ import math
 import cutlass
 from cutlass import cute
 
+from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common import tcgen05 as tc
 from cubinery.aot.kernels.paged_decode.constants import TINY
 from cubinery.runtime.arch import Arch
@@ -22,8 +23,11 @@ S_FULL, P_FULL, O_DONE = 256, 272, 288  # two mbarriers each: a buffer of S is w
 Q_FULL = 304  # mbarrier: Q lies in shared memory
 TMEM = 312  # int32: address of this CTA's tensor memory
 IS_LAST = 316  # int32: whether this CTA finished a sequence's last chunk
-ITEM = 320  # int32 [4]: first half of the work item, for every role
+ITEM = 320  # int32 [4]: sequence, first key, end key, keys of the sequence
+ITEM_END = 336  # int32 [4]: partial slot, chunks of the sequence, its first slot
+FACTORS = 352  # fp32 [2]: from raw scores to LSE units; v_descale
 WIDE_FULL, WIDE_EMPTY = 384, 448  # mbarriers of the blocks that are widened in tensor memory
+PACKED_FULL, PACKED_EMPTY = 512, 528  # two mbarriers each: tiles of packed codes, ahead of their converter
 MAXIMA = 640  # fp32 [2][row_tile]: running maxima of raw scores; even tiles raise the first, odd ones the second
 LIMITS = 896  # int32 [row_tile]: end of each row's visible keys
 SUMS = 1024  # fp32 [4 warps][row_tile]: each warp's part of l
@@ -40,6 +44,7 @@ class Tile:
         self.smem_bytes = config.smem_bytes(arch)
         self.registers = config.registers(arch)
         self.launch_registers = config.launch_registers(arch)
+        self.softmax_registers = self.launch_registers if self.registers is None else self.registers[2]
         self.tmem_columns = config.tmem_columns(arch)
         self.rows = config.row_tile
         self.blocks = config.head_dim // BLOCK_DIM
@@ -50,7 +55,8 @@ class Tile:
         """Columns of S, P and O that one thread holds of four keys: 8i + 2t and 8i + 2t + 1, t being lane % 4."""
         self.q_smem = config.FIXED_SMEM
         self.p_smem = self.q_smem + config.q_bytes
-        self.ring = self.p_smem + 2 * config.p_bytes + config.packed_stages * config.packed_stage_bytes
+        self.packed = self.p_smem + 2 * config.p_bytes
+        self.ring = self.packed + config.packed_stages * config.packed_stage_bytes
         self.widens = config.q_dtype == "bf16"
         """Whether K and V reach the tensor core as bf16 in tensor memory, K-major both."""
         self.wide_stages = config.convert_stages(arch)
@@ -66,6 +72,8 @@ class Tile:
         self.q_matrix = tc.Matrix("128B", 0, 1024)
         self.p_matrix = tc.Matrix("none", 128, 16 * TILE_KEYS)
         """P: planes of 16 bytes a key."""
+        self.kv_factor = 8.0 if config.kv_format == "nvfp4" else 1.0
+        """What K and V lack of their values when they reach the tensor core."""
         self.p_log2_scale = 0.0 if self.widens else math.log2(448.0)
         """P is written as e4m3 of 448 times itself, so that small probabilities stay normal; as bf16 it is itself."""
 
@@ -85,13 +93,18 @@ class Tile:
         """A barrier of the softmax warps."""
         cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=32 * SOFTMAX_WARPS)
 
+    def arrive(self, barrier):
+        """One arrival of a warp, after what all its lanes did."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            ptx.mbarrier_arrive(barrier)
+
     def at_least_tiny(self, scale):
         """A positive scale that underflow has not made zero, so that -inf times it stays -inf."""
         return cute.arch.fmax(scale, TINY)
 
-    def advance(self, stage, phase, stages=None, step=1):
-        """The stage `step` further in a ring (that of K and V by default) of no fewer, and its phase."""
-        stages = self.stages if stages is None else stages
+    def advance(self, stage, phase, stages, step=1):
+        """The stage `step` further in a ring of no fewer, and its phase."""
         assert step <= stages, "once around the ring at most"
         following = stage + step
         wrapped = following >= stages

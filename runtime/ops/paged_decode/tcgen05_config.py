@@ -213,7 +213,12 @@ class Tcgen05Config(DecodeConfig):
 
     @property
     def packed_stage_bytes(self) -> int:
-        """One packed stage: 128 keys by head_dim codes of 4 bits, which is what TMA credits too."""
+        """One packed stage: 128 keys by head_dim codes of 4 bits, then their block scales."""
+        return self.packed_tx_bytes + TILE_KEYS * self.scale_bytes
+
+    @property
+    def packed_tx_bytes(self) -> int:
+        """What TMA credits for one packed stage: its codes."""
         return TILE_KEYS * self.head_dim // 2
 
     @property
