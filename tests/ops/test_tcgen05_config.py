@@ -131,7 +131,7 @@ def test_tensor_memory(cfg: Tcgen05Config, stages: int, columns: int, arch: Arch
         (config(kv_format="e2m3", ctas_per_sm=1), 8),
         (config(kv_format="nvfp4"), 4),
         (config(kv_format="nvfp4", row_tile=32), 3),
-        (config(kv_format="nvfp4", head_dim=512), 2),
+        (config(kv_format="nvfp4", head_dim=512, ctas_per_sm=1), 8),
         (config(head_dim=128), 2),
         (config(head_dim=128, ctas_per_sm=1), 4),
         (config(head_dim=512), 6),
@@ -175,7 +175,7 @@ def test_shared_memory_is_the_sum_of_its_parts() -> None:
     assert THOR.smem_budget(2) == 115712
     assert config().smem_bytes(THOR) == 2048 + 16 * 256 + 2 * 16 * 128 + 4 * 16384
     assert bf16(row_tile=8).smem_bytes(THOR) == 2048 + 8 * 256 * 2 + 2 * 8 * 128 * 2 + 4 * 16384
-    assert config(kv_format="nvfp4").smem_bytes(THOR) == config().smem_bytes(THOR) + 2 * 128 * 128
+    assert config(kv_format="nvfp4").smem_bytes(THOR) == config().smem_bytes(THOR) + 2 * 128 * (128 + 16)
     for cfg in (config(), bf16(row_tile=8), config(head_dim=128), config(kv_format="nvfp4", head_dim=512)):
         assert cfg.q_bytes % 1024 == cfg.p_bytes % 1024 == cfg.packed_stage_bytes % 1024 == 0, "swizzled bases"
 
@@ -187,7 +187,8 @@ def test_barriers_expect_packed_bytes(kv_format: str, expected: int) -> None:
     cfg = config(kv_format=kv_format)
     assert cfg.stage_tx_bytes == expected
     assert cfg.packed_stages == (2 if kv_format == "nvfp4" else 0)
-    assert cfg.packed_stage_bytes == 128 * 256 // 2
+    assert cfg.packed_tx_bytes == 128 * 256 // 2
+    assert cfg.packed_stage_bytes == cfg.packed_tx_bytes + (128 * 16 if kv_format == "nvfp4" else 0), "with scales"
     assert cfg.kv_align == (32 if kv_format in ("e3m2", "e2m3", "e2m1") else 16)
 
 
@@ -247,7 +248,7 @@ def test_budgets_of_every_default_fit_every_chip() -> None:
 
 def test_a_ring_of_one_stage_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaves 1 ring stages at ctas_per_sm 2 on sm_110a: expected at least 2"):
-        config(kv_format="nvfp4", head_dim=512, row_tile=32).check_arch(THOR)
+        config(kv_format="nvfp4", head_dim=512).check_arch(THOR)
 
 
 def test_accumulators_that_leave_no_room_to_convert_are_refused() -> None:
