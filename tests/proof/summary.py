@@ -89,9 +89,9 @@ def summary(found: Sequence[Task], results: Sequence[Result]) -> str:
             keys = {row.key for row in own if not row.error}
             names = ", ".join(s.split(":")[0] for s in SCHEDULES if any(row.schedule == s for row in own))
             bad = len({row.key for row in own if row.error})
-            cells.append(f"{len(keys)} keys ({names})" + (f", {bad} FAILED" if bad else "") if own else "-")
+            cells.append(f"{len(keys)} ({names})" + (f", {bad} FAILED" if bad else "") if own else "-")
         body.append((", ".join(map(str, trial.cases)), trial.name, *cells))
-    lines += table(("cases", "trial", *(f"{impl} {arch}" for impl, arch in columns)), body)
+    lines += table(("cases", "trial", *(f"{impl} {arch}, kernels" for impl, arch in columns)), body)
     return "\n".join(lines) + "\n"
 
 

@@ -105,6 +105,6 @@ def test_a_summary_counts_what_ran_and_shows_what_failed(found: list[Task]) -> N
     rows = [result(found[0], o=2.5e-3), result(found[1], error="DeadlockFault: nobody")]
     text = summary(found, rows)
     assert f"| mma | bf16 | `sm_110a` | 4 | 2 of {len(found)} | 1 | 4 | 2.5e-03 |" in text
-    assert "| 1 keys (fair, late), 1 FAILED |" in text
+    assert "| 1 (fair, late), 1 FAILED |" in text
     stale = [dataclasses.replace(row, ptx="1" * 16) for row in rows]
     assert f"| 4 | 0 of {len(found)} | 0 |" in summary(found, stale)

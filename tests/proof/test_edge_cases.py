@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("cutlass", reason="the compiler is not installed")
 pytest.importorskip("torch", reason="the operator needs torch")
 
-from proof.campaign import Task, run, tasks
+from proof.campaign import SCHEDULES, Task, run, tasks
+from proof.trials import TRIALS
 
 from cubinery.aot.builder import BuildOptions, build
 from cubinery.aot.spec import Gates
@@ -24,6 +25,8 @@ from cubinery.runtime.families import parse_key
 KEYS = (
     "paged_decode-sm_90a-mma-d128-p16-kvfp8",
     "paged_decode-sm_110a-mma-d64-p32-kvnvfp4-qte4m3-q3-t32",
+    "paged_decode-sm_110a-tcgen05-d128-p16-kvfp8-qte4m3",
+    "paged_decode-sm_110a-tcgen05-d128-p32-kve2m1-qte4m3-q2-pdlon-st3",
 )
 
 
@@ -43,13 +46,13 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def by_key(bundles: Path) -> dict[str, list[Task]]:
-    """The first round of the campaign: every trial once, each under another schedule."""
+    """Of each kernel every other trial, under schedules by turns."""
     found: dict[str, list[Task]] = defaultdict(list)
-    seen = set()
     for task in tasks(bundles):
-        if task.trial.name != "longest" and (task.key, task.trial.name) not in seen:
-            seen.add((task.key, task.trial.name))
-            found[task.key].append(task)
+        if task.trial in TRIALS:
+            t, k = TRIALS.index(task.trial), KEYS.index(task.key)
+            if (t + k) % 2 == 0 and task.schedule == SCHEDULES[(t // 2 + k) % len(SCHEDULES)]:
+                found[task.key].append(task)
     return found
 
 
@@ -57,6 +60,6 @@ def by_key(bundles: Path) -> dict[str, list[Task]]:
 @pytest.mark.parametrize("key", KEYS)
 def test_the_written_cases(by_key: dict[str, list[Task]], key: str) -> None:
     results = [run(task) for task in by_key[key]]
-    assert {row.schedule for row in results} == {"fair:0", "late:0", "delays:0", "priorities:0"}
+    assert len({row.schedule for row in results}) >= 3
     assert [f"{row.trial}, {row.schedule}: {row.error}" for row in results if row.error] == []
     assert all(row.launches for row in results)
