@@ -87,10 +87,10 @@ def test_row_tiles_of_tcgen05(q_dtype: str, n_q: int, tile: int) -> None:
 
 
 def test_one_cta_where_two_do_not_fit() -> None:
-    wide = problem(head_dim=512, kv_format="nvfp4", q_dtype="e4m3", group_size=32)
-    assert select(wide, THOR, impl="tcgen05").ctas_per_sm == 1
-    with pytest.raises(ConfigError, match="leaves 0 ring stages at ctas_per_sm 2 on sm_110a"):
-        select(wide, THOR, impl="tcgen05", ctas_per_sm=2)
+    wide = problem(head_dim=256, kv_format="fp8", group_size=32)
+    assert select(wide, THOR, impl="tcgen05", convert_warpgroups=2).ctas_per_sm == 1
+    with pytest.raises(ConfigError, match="registers a thread to the softmax at ctas_per_sm 2 on sm_110a"):
+        select(wide, THOR, impl="tcgen05", convert_warpgroups=2, ctas_per_sm=2)
 
 
 @pytest.mark.parametrize(

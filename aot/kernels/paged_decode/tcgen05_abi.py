@@ -21,11 +21,11 @@ def tcgen05_kv_map(config: Tcgen05Config, name: str) -> TensorMapSpec:
     """The tensor map of K or V for `tcgen05`, whose boxes hold all rows of a page.
 
     One box is the page's share of a ring stage, 128 elements wide, so a stage takes 128 / page_size boxes. nvfp4 goes
-    to its converter first, which takes rows of all head_dim / 2 bytes as they are.
+    to its converter first, which takes rows of up to 256 elements as they are.
     """
     if config.kv_format == "nvfp4":
-        row = config.row_bytes
-        return cache_map(config, name, dtype="uint8", box=(row, config.page_size), row=row, swizzle="none")
+        box = (config.packed_row_bytes, config.page_size)
+        return cache_map(config, name, dtype="uint8", box=box, row=config.row_bytes, swizzle="none")
     return cache_map(
         config,
         name,

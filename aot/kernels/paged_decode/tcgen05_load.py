@@ -66,23 +66,26 @@ class Producer(Tile):
     def load_packed(self, smem, lane, place, source, key, slot, phase):
         """A tile's codes as they lie in the cache, and their block scales, for the converter."""
         c = self.config
-        tensor_map, head, page, scales = source
-        full = smem + PACKED_FULL + slot * 8
-        ptx.mbarrier_wait(smem + PACKED_EMPTY + slot * 8, phase)
-        if lane == 0:
-            ptx.mbarrier_arrive_expect_tx(full, c.packed_tx_bytes)
-        cute.arch.sync_warp()
-        buffer = smem + self.packed + slot * c.packed_stage_bytes
-        if lane < self.page_boxes:
-            coordinates = (Int32(0), Int32(0), head, page)
-            target = buffer + lane * (c.page_size * c.row_bytes)
-            ptx.tma_load_4d(target, tensor_map.get_ptr(), coordinates, full, self.policy)
-        block_scales.copy_scales(
-            buffer + c.packed_tx_bytes, lane, scales, block_scales.owner_by_shuffle(page, c.page_size), place[2], key,
-            place[3], keys=TILE_KEYS, page_size=c.page_size, scale_bytes=c.scale_bytes,
-        )  # fmt: skip
-        ptx.mbarrier_arrive_after_copies(full)
-        return self.advance(slot, phase, c.packed_stages)
+        tensor_map, head, page, (base, page_bytes, row_bytes) = source
+        for part in cutlass.range(self.blocks // c.packed_blocks, unroll=1):
+            full = smem + PACKED_FULL + slot * 8
+            ptx.mbarrier_wait(smem + PACKED_EMPTY + slot * 8, phase)
+            if lane == 0:
+                ptx.mbarrier_arrive_expect_tx(full, c.packed_tx_bytes)
+            cute.arch.sync_warp()
+            buffer = smem + self.packed + slot * c.packed_stage_bytes
+            if lane < self.page_boxes:
+                coordinates = (part * c.packed_row_bytes, Int32(0), head, page)
+                target = buffer + lane * (c.page_size * c.packed_row_bytes)
+                ptx.tma_load_4d(target, tensor_map.get_ptr(), coordinates, full, self.policy)
+            block_scales.copy_scales(
+                buffer + c.packed_tx_bytes, lane, (base + part * c.packed_scale_bytes, page_bytes, row_bytes),
+                block_scales.owner_by_shuffle(page, c.page_size), place[2], key, place[3], keys=TILE_KEYS,
+                page_size=c.page_size, scale_bytes=c.packed_scale_bytes,
+            )  # fmt: skip
+            ptx.mbarrier_arrive_after_copies(full)
+            slot, phase = self.advance(slot, phase, c.packed_stages)
+        return slot, phase
 
     @cute.jit
     def load_blocks(self, smem, lane, source, stage, phase):

@@ -25,14 +25,14 @@ class Nvfp4Converter(Tile):
 
     @cute.jit
     def convert(self, smem, thread, tmem, which, tiles):
-        """All tiles of a chunk, K and V, in the order in which they are loaded and used."""
+        """All packed stages of a chunk, K and V, in the order in which they are loaded and used."""
         c = self.config
         slot, parity = Int32(0), Int32(0)
         stage, phase = Int32(0), Int32(1)  # the first pass over the ring waits for nothing
-        for _ in cutlass.range(2 * tiles, unroll=1):
+        for _ in cutlass.range(2 * tiles * (self.blocks // c.packed_blocks), unroll=1):
             ptx.mbarrier_wait(smem + PACKED_FULL + slot * 8, parity)
             buffer = smem + self.packed + slot * c.packed_stage_bytes
-            for block in cutlass.range(self.blocks, unroll=1):
+            for block in cutlass.range(c.packed_blocks, unroll=1):
                 ptx.mbarrier_wait(smem + EMPTY + stage * 8, phase)
                 codes = buffer + block * (BLOCK_DIM // 2)
                 scales = buffer + c.packed_tx_bytes + block * (BLOCK_DIM // NVFP4_BLOCK)
@@ -51,8 +51,8 @@ class Nvfp4Converter(Tile):
         chunk = thread % chunks
         for i in cutlass.range(TILE_KEYS * chunks // THREADS, unroll=1):
             row = i * (THREADS // chunks) + thread // chunks
-            words = ptx.load_shared_i32x4(codes + row * c.row_bytes + chunk * (CHUNK // 2))
-            pair = ptx.load_shared_u16(scales + row * c.scale_bytes + chunk * (CHUNK // NVFP4_BLOCK))
+            words = ptx.load_shared_i32x4(codes + row * c.packed_row_bytes + chunk * (CHUNK // 2))
+            pair = ptx.load_shared_u16(scales + row * c.packed_scale_bytes + chunk * (CHUNK // NVFP4_BLOCK))
             for n, scale in enumerate(ptx.nvfp4_scales(pair)):
                 found = [word for code in words[2 * n : 2 * n + 2] for word in ptx.nvfp4_to_e4m3(code, scale)]
                 place = (chunk * 2 + n) ^ (row % 8)  # the ring's swizzle

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import axis
-from cubinery.runtime.ops.paged_decode.decode_config import KV_BITS, TILE_KEYS, DecodeConfig
+from cubinery.runtime.ops.paged_decode.decode_config import KV_BITS, NVFP4_BLOCK, TILE_KEYS, DecodeConfig
 
 BLOCK_DIM = 128
 """Elements of head_dim in one ring stage: an MMA has this many rows of V, and 128 bytes are a swizzle's span."""
@@ -208,18 +208,33 @@ class Tcgen05Config(DecodeConfig):
 
     @property
     def packed_stages(self) -> int:
-        """Stages of packed nvfp4, each a whole tile of K or of V, ahead of the converter; 0 elsewhere."""
+        """Stages of packed nvfp4, each of K or of V, ahead of the converter; 0 elsewhere."""
         return 2 if self.kv_format == "nvfp4" else 0
 
     @property
-    def packed_stage_bytes(self) -> int:
-        """One packed stage: 128 keys by head_dim codes of 4 bits, then their block scales."""
-        return self.packed_tx_bytes + TILE_KEYS * self.scale_bytes
+    def packed_blocks(self) -> int:
+        """Blocks of 128 elements in a packed stage: a whole tile of K or V, half of one for long heads."""
+        return min(2, self.head_dim // BLOCK_DIM)
+
+    @property
+    def packed_row_bytes(self) -> int:
+        """Codes of one key in a packed stage."""
+        return self.packed_blocks * BLOCK_DIM // 2
+
+    @property
+    def packed_scale_bytes(self) -> int:
+        """Block scales of one key in a packed stage."""
+        return self.packed_blocks * BLOCK_DIM // NVFP4_BLOCK
 
     @property
     def packed_tx_bytes(self) -> int:
         """What TMA credits for one packed stage: its codes."""
-        return TILE_KEYS * self.head_dim // 2
+        return TILE_KEYS * self.packed_row_bytes
+
+    @property
+    def packed_stage_bytes(self) -> int:
+        """One packed stage: the codes of 128 keys, then their block scales."""
+        return self.packed_tx_bytes + TILE_KEYS * self.packed_scale_bytes
 
     @property
     def q_element_bytes(self) -> int:
