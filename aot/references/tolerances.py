@@ -25,6 +25,7 @@ class Tolerance:
 PAGED_DECODE: dict[str, Tolerance] = {
     # P is rounded to bf16 before P.V, O is rounded to bf16.
     "mma": Tolerance(o_relative_l2=5e-3, lse_absolute=1e-3),
+    "wgmma": Tolerance(o_relative_l2=5e-3, lse_absolute=1e-3),
     # Held to an emulation that rounds P as the kernel does. With e4m3 queries P is e4m3(448 p), and an fp32 exponential
     # that lies beside the exact one may round to the neighbour, 1/16 away: one key's share of a row that has few.
     "tcgen05-bf16": Tolerance(o_relative_l2=5e-3, lse_absolute=1e-3),

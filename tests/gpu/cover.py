@@ -16,7 +16,7 @@ from typing import Any
 
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.errors import ConfigError
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig, MmaConfig, Tcgen05Config
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig, MmaConfig, Tcgen05Config, WgmmaConfig
 
 Point = tuple[str, object]
 Pair = tuple[Point, Point]
@@ -108,6 +108,11 @@ MMA = Space(
     "paged_decode.yaml", MmaConfig, "sm_90a", choices(MmaConfig),
     ("head_dim", "kv_format", "q_dtype", "row_tile", "ctas_per_sm"),
 )  # fmt: skip
+WGMMA = Space(
+    "paged_decode.yaml", WgmmaConfig, "sm_90a",
+    choices(WgmmaConfig) | {"q_len": (1, 2, 3, 4, 7, 8, 16)},
+    ("row_tile",),
+)  # fmt: skip
 TCGEN05 = Space(
     "tcgen05.yaml", Tcgen05Config, "sm_110a",
     # Numbers that only count something are represented by a few: each edge, and what lies between.
@@ -115,7 +120,7 @@ TCGEN05 = Space(
     | {"q_len": (1, 2, 3, 4, 7, 8, 16), "max_kv_stages": (0, 2, 3, 5, 6), "l2_prefetch": (0, 1, 3, 8)},
     (*MMA.budget, "convert_warpgroups", "l2_prefetch", "max_kv_stages"),
 )  # fmt: skip
-SPACES: dict[str, Space] = {space.cls.impl: space for space in (MMA, TCGEN05)}
+SPACES: dict[str, Space] = {space.cls.impl: space for space in (MMA, WGMMA, TCGEN05)}
 
 
 def main(impl: str) -> None:
@@ -128,7 +133,7 @@ def main(impl: str) -> None:
     file = Path(__file__).parents[2] / "kernel_specs/proof" / space.spec
     if file.exists():
         configs: list[Any] = [item.config for item in expand(load_specs([file]), [space.arch])]
-        held = [config for config in configs if isinstance(config, space.cls)]
+        held = [config for config in configs if type(config) is space.cls]
     print("\n".join(space.line(config) for config in space.cover(held)))
 
 

@@ -34,7 +34,8 @@ def problem_of(config: MmaConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         "causal": config.causal, "q_dtype": config.q_dtype, "window": 130 if config.window else None,
         "softcap": 3.0 if config.softcap else None, "with_sinks": config.sinks, "with_q_lens": config.q_lens,
     }  # fmt: skip
-    return fields, {"row_tile": config.row_tile, "ctas_per_sm": config.ctas_per_sm, "pdl": config.pdl}
+    chosen = {"row_tile": config.row_tile, "ctas_per_sm": config.ctas_per_sm, "pdl": config.pdl}
+    return fields, {"impl": config.impl, **chosen}
 
 
 def test_every_kernel_of_the_bundle(gpu: Gpu, decode_key: str) -> None:

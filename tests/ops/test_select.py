@@ -104,7 +104,8 @@ def test_mma_serves_what_tcgen05_does_not(changes: dict[str, object], monkeypatc
     monkeypatch.setattr("cubinery.runtime.ops.paged_decode.select.TCGEN05_PREFERRED", frozenset({"bf16", "e4m3"}))
     for arch in ARCHS.values():
         assert select(problem(q_dtype="e4m3"), arch).impl == ("tcgen05" if arch.tmem_columns else "mma")
-        assert select(problem(**{"q_dtype": "e4m3"} | changes), arch).impl == "mma"
+        wide = arch.sm == 90 and "group_size" in changes
+        assert select(problem(**{"q_dtype": "e4m3"} | changes), arch).impl == ("wgmma" if wide else "mma")
     assert select(problem(), THOR).impl == "tcgen05"
     assert select(problem(), THOR, row_tile=64).impl == "mma", "a tile that only mma has"
 

@@ -119,7 +119,9 @@ class PagedDecodeMma(MmaTile):
         tensor_map = tm.create_tensor_map_tiled(
             Int64(kv.toint()), Uint8, [c.head_dim, c.page_size, 1, 1], [16, 16, 16], [128, 16, 1, 1]
         )
-        self.kernel.set_name_prefix("cubinery_paged_decode_mma", remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel.set_name_prefix(
+            f"cubinery_paged_decode_{c.impl}", remove_cutlass_symbol=True, keep_mangled_name=False
+        )
         self.kernel(
             tensor_map, tensor_map, q, block_table, work, q_descale, k_descale, v_descale, o, lse, o_partial,
             m_partial, l_partial, counters, num_kv_heads, n_q, group_size, num_pages, ring_depth, block_table_stride,
@@ -193,24 +195,26 @@ class PagedDecodeMma(MmaTile):
         if warp == 0:
             if lane < self.stages:
                 ptx.mbarrier_init(smem + FULL + lane * 8, 33 if c.scale_bytes else 1)  # scales: each lane
-                ptx.mbarrier_init(smem + EMPTY + lane * 8, c.consumer_warps)
+                ptx.mbarrier_init(smem + EMPTY + lane * 8, c.ring_readers)
+            self.init_more(smem, lane)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         # Each role looks its work item up for itself: nothing but indices lives across the split of registers.
         if warp >= c.consumer_warps:
-            cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp == c.consumer_warps:
-                self.producer.prefetch_maps(lane, k_map, v_map)
-                seq, key_begin, key_end, length = self.chunk(work, item)
-                table_row = Int64(seq) * block_table_stride
-                first_key = Int32(0)
-                if cutlass.const_expr(c.window):
-                    if seq >= 0:
-                        first_key = self.mask.first_key((length, self.mask.tokens(q_lens, seq, n_q), window))
-                self.producer.produce(
-                    smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
-                    self.num_stages(key_begin, key_end), ring_depth, head_scales(scales, head),
+            if cutlass.const_expr(c.widening_warps):
+                if warp < c.loading_warp:
+                    seq, key_begin, key_end, length = self.chunk(work, item)
+                    self.widen(smem, tidx, self.num_stages(key_begin, key_end), ring_depth, length - key_begin)
+                else:
+                    self.load(
+                        smem, warp, lane, k_map, v_map, block_table, work, item, head, num_pages, ring_depth,
+                        block_table_stride, n_q, window, q_lens, scales,
+                    )  # fmt: skip
+            else:
+                self.load(
+                    smem, warp, lane, k_map, v_map, block_table, work, item, head, num_pages, ring_depth,
+                    block_table_stride, n_q, window, q_lens, scales,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
@@ -263,6 +267,35 @@ class PagedDecodeMma(MmaTile):
                             first_row, scale_o, target,
                         )  # fmt: skip
 
+    @cute.jit
+    def load(
+        self, smem, warp, lane, k_map, v_map, block_table, work, item, head, num_pages, ring_depth, block_table_stride,
+        n_q, window, q_lens, scales,
+    ):  # fmt: skip
+        """The loading warpgroup: its first warp keeps the ring full."""
+        c = self.config
+        cute.arch.setmaxregister_decrease(self.registers[0])
+        if warp == c.loading_warp:
+            self.producer.prefetch_maps(lane, k_map, v_map)
+            seq, key_begin, key_end, length = self.chunk(work, item)
+            table_row = Int64(seq) * block_table_stride
+            first_key = Int32(0)
+            if cutlass.const_expr(c.window):
+                if seq >= 0:
+                    first_key = self.mask.first_key((length, self.mask.tokens(q_lens, seq, n_q), window))
+            self.producer.produce(
+                smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
+                self.num_stages(key_begin, key_end), ring_depth, head_scales(scales, head),
+            )  # fmt: skip
+
+    # What an implementation with more roles adds.
+
+    def init_more(self, smem, lane):
+        """Barriers beside those of the ring."""
+
+    def widen(self, smem, tidx, num_stages, depth, num_keys):
+        """What such warps do."""
+
     def chunk(self, work, item):
         """(sequence, first key, end key, keys of the sequence): see `SplitPlan.device_work`."""
         return ptx.load_global_i32x4(work.toint() + Int64(item) * 32)
@@ -276,7 +309,7 @@ class PagedDecodeMma(MmaTile):
         return (key_end - key_begin + (self.config.stage_keys - 1)) // self.config.stage_keys
 
 
-def entry(config: MmaConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
+def entry(config: MmaConfig, arch: Arch, kernel: type[PagedDecodeMma] = PagedDecodeMma) -> tuple[Any, tuple[Any, ...]]:
     """The host function to compile for `config` and example arguments that fix its parameter types."""
 
     def pointer(dtype: Any) -> cute.Pointer:
@@ -290,4 +323,4 @@ def entry(config: MmaConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
     extras = [value if name in on else None for name, value in optional.items()]
     kinds = {"pointer": lambda: pointer(Uint8), "i32": lambda: Int32(1)}
     scales = tuple(kinds[kind]() for _, kind in scale_params(config)) or None
-    return PagedDecodeMma(config, arch), (*map(pointer, pointers), *scalars, *extras, scales, cuda.CUstream(0))
+    return kernel(config, arch), (*map(pointer, pointers), *scalars, *extras, scales, cuda.CUstream(0))

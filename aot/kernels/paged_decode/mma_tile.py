@@ -7,7 +7,7 @@ from cutlass import Int32, cute
 
 from cubinery.aot.kernels.paged_decode.abi import kv_map
 from cubinery.aot.kernels.paged_decode.constants import LOG2E, NEG_INF, TINY
-from cubinery.aot.kernels.paged_decode.mma_kv import FORMATS
+from cubinery.aot.kernels.paged_decode.mma_kv import format_of
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
@@ -21,6 +21,7 @@ IS_LAST = 116  # int32: whether this CTA finished a sequence's last chunk
 ROW_SCALE = 256  # fp32 [row_tile]: factor that undoes the scaling of Q; at the end what a sink leaves of O
 ROW_RESULT = 768  # fp32 [row_tile][2]: a row's sink; at the end the chunk's m, in units of the LSE, and l
 ROW_STATS = 1792  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice
+WIDE_FULL, WIDE_EMPTY = 2816, 2880  # mbarriers of widened tiles, where there are any
 CONSUMER_BARRIER = 1
 
 
@@ -32,7 +33,7 @@ class MmaTile:
         self.stages = config.stages(arch)
         self.smem_bytes = config.smem_bytes(arch)
         self.registers = config.registers(arch)
-        self.format = FORMATS[config.kv_format](config)
+        self.format = format_of(config)
         self.mma_dtype = self.format.mma_dtype
         self.p_log2_scale = float(self.format.p_log2_scale)
         self.box = kv_map(config, "k").box

@@ -18,6 +18,7 @@ from cubinery.runtime.ops.paged_decode.decode_config import (
 from cubinery.runtime.ops.paged_decode.mma_config import MOST_STAGES, MOST_WARPS, MmaConfig
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 from cubinery.runtime.ops.paged_decode.tcgen05_config import Tcgen05Config
+from cubinery.runtime.ops.paged_decode.wgmma_config import WgmmaConfig
 
 __all__ = [
     "CONFIGS",
@@ -31,6 +32,9 @@ __all__ = [
     "DecodeConfig",
     "MmaConfig",
     "Tcgen05Config",
+    "WgmmaConfig",
 ]
 
-CONFIGS: dict[str, type[KernelConfig]] = {c.impl: c for c in (MmaConfig, Tcgen05Config, AppendConfig, PlanConfig)}
+CONFIGS: dict[str, type[KernelConfig]] = {
+    c.impl: c for c in (MmaConfig, WgmmaConfig, Tcgen05Config, AppendConfig, PlanConfig)
+}

@@ -97,11 +97,26 @@ class MmaConfig(DecodeConfig):
         return self.row_warps * self.col_warps * self.key_warps
 
     @property
-    def threads(self) -> int:
-        """The consumers and one warpgroup whose first warp loads."""
-        return 32 * (self.consumer_warps + 4)
+    def widening_warps(self) -> int:
+        """Warps between the computing ones and those that load: whole warpgroups."""
+        return 0
 
-    def registers(self, arch: Arch) -> tuple[int, int]:
+    @property
+    def ring_readers(self) -> int:
+        """Warps that read the stages of the ring."""
+        return self.widening_warps or self.consumer_warps
+
+    @property
+    def loading_warp(self) -> int:
+        """The warp that fills the ring."""
+        return self.consumer_warps + self.widening_warps
+
+    @property
+    def threads(self) -> int:
+        """The consumers, those that widen for them, and one warpgroup whose first warp loads."""
+        return 32 * (self.loading_warp + 4)
+
+    def registers(self, arch: Arch) -> tuple[int, ...]:
         """Registers a thread of (loading, computing) warps after the loading warpgroup gave its own away."""
         groups = self.threads // 128
         at_launch = min(248, arch.registers_per_sm // (self.threads * self.ctas_per_sm) // 8 * 8)

@@ -16,7 +16,7 @@ from typing import Any
 from cubinery.runtime.arch import Arch, resolve
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.errors import ConfigError
-from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig, MmaConfig, Tcgen05Config
+from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig, MmaConfig, Tcgen05Config, WgmmaConfig
 from cubinery.runtime.ops.paged_decode.table import DECODE_IMPLS, Option, SelectorTable
 
 ROW_TILES = (16, 32, 64, 128)
@@ -167,9 +167,9 @@ def _by_rules(
     """The configuration that serves `problem` on `arch`; what is given overrides a choice.
 
     On chips with tensor memory `tcgen05` serves what it can, up to 32 packed rows: one CTA then streams the keys once
-    for all of them. Wider groups, features and formats that it lacks, and other chips take `mma`. The last four are
-    knobs of `tcgen05`, and giving one asks for it. Raises ConfigError where no kernel serves the problem, naming the
-    axis or the budget.
+    for all of them. On Hopper `wgmma` serves more than 32 rows, where it can. Everything else takes `mma`. The last
+    four are knobs of `tcgen05`, and giving one asks for it. Raises ConfigError where no kernel serves the problem,
+    naming the axis or the budget.
     """
     given = dict(zip(TCGEN05_KNOBS, (convert_warpgroups, max_kv_stages, l2_prefetch, kv_evict_first), strict=True))
     knobs = {name: value for name, value in given.items() if value is not None}
@@ -180,11 +180,16 @@ def _by_rules(
         raise ConfigError(
             f"paged_decode: {name} = {value!r} with impl = {impl!r}: expected 'tcgen05', whose axis it is"
         )
+    if impl == WgmmaConfig.impl:
+        return _first_that_fits(_wgmma(problem, row_tile, ctas_per_sm, pdl), arch)
     if impl == Tcgen05Config.impl or knobs:
         return _first_that_fits(_tcgen05(problem, row_tile, ctas_per_sm, pdl, knobs), arch)
     if impl is None and _suits_tcgen05(problem, arch):
         with contextlib.suppress(ConfigError):
             return _first_that_fits(_tcgen05(problem, row_tile, ctas_per_sm, pdl, knobs), arch)
+    if impl is None and _suits_wgmma(problem, arch):
+        with contextlib.suppress(ConfigError):
+            return _first_that_fits(_wgmma(problem, row_tile, ctas_per_sm, pdl), arch)
     return _first_that_fits(_mma(problem, row_tile, ctas_per_sm, pdl), arch)
 
 
@@ -193,6 +198,9 @@ def candidates(problem: Problem, arch: Arch) -> Iterator[DecodeConfig]:
     if _suits_tcgen05(problem, arch):
         with contextlib.suppress(ConfigError):
             yield from _tcgen05(problem, None, None, False, {})
+    if _suits_wgmma(problem, arch):
+        with contextlib.suppress(ConfigError):
+            yield from _wgmma(problem, None, None, False)
     yield from _mma(problem, None, None, False)
 
 
@@ -200,6 +208,11 @@ def _suits_tcgen05(problem: Problem, arch: Arch) -> bool:
     """Whether `tcgen05` should be asked first; what it cannot serve it then says itself."""
     tiles = TCGEN05_TILES.get(problem.q_dtype, ())
     return arch.tmem_columns > 0 and problem.q_dtype in TCGEN05_PREFERRED and problem.n_q <= max(tiles, default=0)
+
+
+def _suits_wgmma(problem: Problem, arch: Arch) -> bool:
+    """Whether `wgmma` should be asked first; what it cannot serve it then says itself. `mma` is faster to 32 rows."""
+    return arch.sm == 90 and problem.n_q > 32
 
 
 def _first_that_fits(configs: Iterable[DecodeConfig], arch: Arch) -> DecodeConfig:
@@ -228,6 +241,12 @@ def _mma(problem: Problem, row_tile: int | None, ctas_per_sm: int | None, pdl: b
     config = MmaConfig(**_axes(problem), pdl=pdl, row_tile=tiles[0], ctas_per_sm=ctas_per_sm or 1).canonical()
     for tile, ctas in itertools.product(tiles, sharing if ctas_per_sm is None else (ctas_per_sm,)):
         yield replace(config, row_tile=tile, ctas_per_sm=ctas)
+
+
+def _wgmma(problem: Problem, row_tile: int | None, ctas_per_sm: int | None, pdl: bool) -> Iterator[WgmmaConfig]:
+    """Configurations of `wgmma`: the row tile is the smallest that holds all packed rows, or the largest."""
+    tile = (64 if problem.n_q <= 64 else 128) if row_tile is None else row_tile
+    yield WgmmaConfig(**_axes(problem), pdl=pdl, row_tile=tile, ctas_per_sm=ctas_per_sm or 1).canonical()
 
 
 def _tcgen05(
