@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from ptxsim.mutations.tensor_operators import PRODUCT_OPERATORS, TENSOR_OPERATORS, first_products
+
 from cubinery.runtime.manifest import TensorMapSpec
 
 
@@ -166,6 +168,7 @@ OPERATORS: tuple[tuple[str, str, Edit], ...] = (
     ("drop griddepcontrol.wait", r"griddepcontrol\.wait;", _drop),
     ("drop shuffle", r"shfl\.sync\.bfly\.b32\s+(%\w+), (%\w+), [^;]*;", lambda m: f"mov.b32 {m[1]}, {m[2]};"),
     ("vote the other way", r"vote\.sync\.any\.", lambda _: "vote.sync.all."),
+    *TENSOR_OPERATORS,
 )
 """(kind, pattern, edit): every match is a site."""
 
@@ -178,8 +181,11 @@ def mutations(text: str) -> Iterator[Mutation]:
     """
     code = re.sub(r"//[^\n]*", lambda m: " " * len(m[0]), text)
     waits, arrives = re.search(r"mbarrier\.(?:try|test)_wait", code), re.search(r"\bbar\.arrive", code)
+    products, first = {kind for kind, *_ in PRODUCT_OPERATORS}, first_products(code)
     for kind, pattern, edit in OPERATORS:
         for match in re.finditer(pattern, code):
+            if kind in products and match.start() not in first:
+                continue
             if not waits and re.search(r"mbarrier[._]init", match[0]):
                 continue
             if kind == "another barrier" and not arrives:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -28,10 +29,11 @@ from cubinery.aot.ptxsim.faults import Fault
 from cubinery.aot.ptxsim.schedule import schedule as named_schedule
 from cubinery.aot.references import tolerances
 from cubinery.aot.verify import Task, subject
+from cubinery.runtime.arch import resolve
 from cubinery.runtime.bundle import Bundle
 from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import TensorMapSpec
-from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, MmaConfig
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig, MmaConfig, Tcgen05Config
 
 SCHEDULES = ("fair:0", "late:0", "delays:0", "priorities:0")
 """In this order, until one reports."""
@@ -74,12 +76,16 @@ SPLITS = (4, 17)
 """Of the second and third decode under `late`: the most that a warp merges several rows of, and over half a warp."""
 
 
-def problems(config: MmaConfig, schedule: str) -> list[tuple[tuple[int, ...], int]]:
+def problems(config: DecodeConfig, arch: str, schedule: str) -> list[tuple[tuple[int, ...], int]]:
     """(lengths, splits) of the decodes that judge a mutant under a schedule.
 
     Two chunks of four stages of K and V go around the ring twice; the mask of several tokens reaches over the last
-    two stages.
+    two stages. The ring of the tcgen05 kernel is part of its configuration.
     """
+    if isinstance(config, Tcgen05Config):
+        tiles = 2 * config.kv_stages(resolve(arch)) // config.tile_stages
+        return [((2 * max(tiles, 2) * TILE_KEYS - 40, 0, 77), 2)]
+    assert isinstance(config, MmaConfig)
     found: list[tuple[tuple[int, ...], int]] = [((7 * config.stage_keys + 2, 0, 77), 2)]
     if schedule.startswith("late"):
         found += [((splits * TILE_KEYS, 0, 77), splits) for splits in SPLITS]
@@ -111,9 +117,10 @@ def _broken(mutation: MapMutation, spec: TensorMapSpec) -> TensorMapSpec:
 
 
 class Decode:
-    """A paged decode, which merges the splits of its sequences."""
+    """A paged decode, which merges the splits of its sequences. `kinds`: of all mutations these; all where empty."""
 
-    def __init__(self, root: Path, arch: str, key: str) -> None:
+    def __init__(self, root: Path, arch: str, key: str, kinds: Collection[str] = ()) -> None:
+        self.kinds = kinds
         self.root, self.arch, self.name = root, arch, key
         bundle = Bundle.open(root)
         artifact = next(a for a in bundle.manifest.artifacts if a.key == key)
@@ -122,9 +129,8 @@ class Decode:
         self.maps = [spec for kernel in artifact.kernels for spec in kernel.tensor_maps]
 
     def mutations(self) -> Iterator[AnyMutation]:
-        yield from mutations(self.text)
-        for spec in self.maps:
-            yield from map_mutations(spec)
+        found = chain(mutations(self.text), *map(map_mutations, self.maps))
+        yield from (m for m in found if not self.kinds or m.kind in self.kinds)
 
     def judge(self, mutation: AnyMutation | None, schedule: str) -> str:
         driver = self._mutants.driver(mutation, schedule)
@@ -136,10 +142,11 @@ class Decode:
                 subject(driver, task, seed) as called,
                 patch.object(MmaConfig, "ring_depth", lambda *_: RINGS[schedule.partition(":")[0]]),
             ):
-                assert isinstance(called.config, MmaConfig)
-                for keys, splits in problems(called.config, schedule):
+                config = called.config
+                assert isinstance(config, DecodeConfig)
+                for keys, splits in problems(config, self.arch, schedule):
                     found = decode(called, keys=keys, splits=splits)
-                    if not found.within(tolerances.PAGED_DECODE["mma"]):
+                    if not found.within(tolerances.paged_decode(config.impl, config.q_dtype)):
                         return f"far from the reference: {found}"
         except Fault as error:
             return str(error)

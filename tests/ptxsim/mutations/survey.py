@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ptxsim.mutations.operators import Mutation
 from ptxsim.mutations.subjects import SCHEDULES, Corpus, Decode, Subject, examine
+from ptxsim.mutations.tensor_operators import TENSOR_OPERATORS
 from ptxsim.silicon import bundle as corpus_bundle
 from ptxsim.silicon.corpus import corpus
 
@@ -32,6 +33,8 @@ DECODES = (
     "paged_decode-sm_90a-mma-d128-p32-kvfp8-q4-t32-pdlon",
 )
 """Decodes of kernel_specs/smoke.yaml."""
+TENSOR_DECODES = ("paged_decode-sm_110a-tcgen05-d128-p128-kvfp8",)
+"""Decodes on tensor memory, of which what concerns that is broken; in the bundle where somebody built them."""
 
 
 def subjects(bundle: Path | None, folder: Path, chosen: set[str]) -> Iterator[Subject]:
@@ -46,6 +49,11 @@ def subjects(bundle: Path | None, folder: Path, chosen: set[str]) -> Iterator[Su
         if not chosen or key in chosen:
             arch = key.split("-")[1]
             yield Decode(bundle / arch, arch, key)
+    for key in TENSOR_DECODES if bundle is not None else ():
+        assert bundle is not None
+        if key in chosen:
+            arch = key.split("-")[1]
+            yield Decode(bundle / arch, arch, key, {kind for kind, *_ in TENSOR_OPERATORS})
 
 
 def survey(found: Iterable[Subject], log: Path, schedules: Sequence[str] = SCHEDULES) -> None:
