@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,10 +117,10 @@ def _broken(mutation: MapMutation, spec: TensorMapSpec) -> TensorMapSpec:
 
 
 class Decode:
-    """A paged decode, which merges the splits of its sequences. `kinds`: of all mutations these; all where empty."""
+    """A paged decode, which merges the splits of its sequences. `wanted`: the classes of mutations, all by default."""
 
-    def __init__(self, root: Path, arch: str, key: str, kinds: Collection[str] = ()) -> None:
-        self.kinds = kinds
+    def __init__(self, root: Path, arch: str, key: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        self._wanted = wanted
         self.root, self.arch, self.name = root, arch, key
         bundle = Bundle.open(root)
         artifact = next(a for a in bundle.manifest.artifacts if a.key == key)
@@ -130,7 +130,7 @@ class Decode:
 
     def mutations(self) -> Iterator[AnyMutation]:
         found = chain(mutations(self.text), *map(map_mutations, self.maps))
-        yield from (m for m in found if not self.kinds or m.kind in self.kinds)
+        yield from (m for m in found if self._wanted(m.kind))
 
     def judge(self, mutation: AnyMutation | None, schedule: str) -> str:
         driver = self._mutants.driver(mutation, schedule)

@@ -13,7 +13,7 @@ import collections
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ptxsim.mutations.operators import Mutation
@@ -27,14 +27,16 @@ ENTRIES = (
     "tensor_load_multicast", "bulk_store", "wgmma_bf16_random", "wgmma_e4m3_e4m3_f32_random",
 )  # fmt: skip
 """Kernels of the silicon corpus that synchronise."""
-DECODES = (
-    "paged_decode-sm_90a-mma-d128-p16-kvfp8",
-    "paged_decode-sm_110a-mma-d128-p16-kvbf16",
-    "paged_decode-sm_90a-mma-d128-p32-kvfp8-q4-t32-pdlon",
-)
-"""Decodes of kernel_specs/smoke.yaml."""
-TENSOR_DECODES = ("paged_decode-sm_110a-tcgen05-d128-p128-kvfp8",)
-"""Decodes on tensor memory, of which what concerns that is broken; in the bundle where somebody built them."""
+SHUFFLES = {"drop shuffle", "vote the other way"}
+TENSOR = {kind for kind, *_ in TENSOR_OPERATORS}
+DECODES: dict[str, Callable[[str], bool]] = {
+    "paged_decode-sm_90a-mma-d128-p16-kvfp8": lambda _: True,
+    "paged_decode-sm_110a-mma-d128-p16-kvbf16": lambda kind: kind not in SHUFFLES,
+    "paged_decode-sm_90a-mma-d128-p32-kvfp8-q4-t32-pdlon": lambda kind: kind not in SHUFFLES,
+    "paged_decode-sm_110a-tcgen05-d128-p128-kvfp8": lambda kind: kind in TENSOR,
+}
+"""Decodes of the bundle, and which classes of their mutants run. The second and third have the shuffles of the first;
+of the one on tensor memory, what concerns that is broken."""
 
 
 def subjects(bundle: Path | None, folder: Path, chosen: set[str]) -> Iterator[Subject]:
@@ -44,16 +46,11 @@ def subjects(bundle: Path | None, folder: Path, chosen: set[str]) -> Iterator[Su
         root = corpus_bundle.write(folder, [corpus()[name] for name in entries])
         for name in entries:
             yield Corpus(root, name)
-    for key in DECODES if bundle is not None else ():
+    for key, wanted in DECODES.items() if bundle is not None else ():
         assert bundle is not None
         if not chosen or key in chosen:
             arch = key.split("-")[1]
-            yield Decode(bundle / arch, arch, key)
-    for key in TENSOR_DECODES if bundle is not None else ():
-        assert bundle is not None
-        if key in chosen:
-            arch = key.split("-")[1]
-            yield Decode(bundle / arch, arch, key, {kind for kind, *_ in TENSOR_OPERATORS})
+            yield Decode(bundle / arch, arch, key, wanted)
 
 
 def survey(found: Iterable[Subject], log: Path, schedules: Sequence[str] = SCHEDULES) -> None:

@@ -83,6 +83,37 @@ def test_one_group_of_rows_has_no_stride(n: int, read: bool) -> None:
     assert ("descriptor: stride" in {m.kind for m in mutations(text)}) == read
 
 
+PRODUCT = "tcgen05.mma.cta_group::1.kind::f16 [%r1], [%r2], %rd1, idesc, p;"
+RUNS = f"""
+WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%r3], 0;
+{PRODUCT} {PRODUCT.replace("%rd1", "%rd2")} tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4];
+{PRODUCT.replace("%rd1", "%rd3").replace("[%r2]", "%rd9")} tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 256;
+"""
+
+
+def test_of_a_run_of_products_the_first_is_broken() -> None:
+    found = [m for m in mutations(RUNS) if m.kind == "drop tcgen05.mma"]
+    assert [m.before for m in found] == [PRODUCT, PRODUCT.replace("%rd1", "%rd3").replace("[%r2]", "%rd9")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "after"),
+    [
+        ("matrix B: stride", "{ .reg .b64 bad; xor.b64 bad, %rd1, 34359738368; tcgen05.mma.cta_group::1.kind::f16 "  # noqa: ISC004
+         "[%r1], [%r2], bad, idesc, p; }"),
+        ("instruction: N", "{ .reg .b32 bad; xor.b32 bad, idesc, 131072; tcgen05.mma.cta_group::1.kind::f16 "  # noqa: ISC004
+         "[%r1], [%r2], %rd1, bad, p; }"),
+        ("product that never adds", "{ .reg .pred bad; setp.ne.u32 bad, 0, 0; tcgen05.mma.cta_group::1.kind::f16 "  # noqa: ISC004
+         "[%r1], [%r2], %rd1, idesc, bad; }"),
+        ("commit to the next mbarrier",
+         "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4+8];"),
+        ("half the columns", "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 128;"),
+    ],
+)  # fmt: skip
+def test_an_operator_of_tensor_memory_changes_one_statement(kind: str, after: str) -> None:
+    assert next(m for m in mutations(RUNS) if m.kind == kind).after == after
+
+
 def test_every_field_of_a_tensor_map_is_broken() -> None:
     spec = TensorMapSpec("m", "p", "uint8", (128, 1), (1, 1), (128, 9), (128,), swizzle="128B")
     kinds = [m.kind for m in map_mutations(spec)]
