@@ -9,7 +9,6 @@ file of JSON lines beside the table, and what stands there already is not run ag
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import tempfile
 import time
@@ -83,15 +82,18 @@ def rows(log: Path) -> list[dict[str, str]]:
 
 
 def table(found: list[dict[str, str]]) -> str:
-    """Mutants and survivors by class, and the survivors."""
-    counts = collections.Counter(row["kind"] for row in found)
-    lines = ["| class | mutants | reported by fair | by a hostile schedule | survive |", "|---|---|---|---|---|"]
-    for kind, count in counts.items():
-        these = [row["schedule"] for row in found if row["kind"] == kind]
+    """Mutants and survivors by kernel and by class, and the survivors."""
+    lines = ["| kernel | mutants | survive |", "|---|---|---|"]
+    for subject in dict.fromkeys(row["subject"] for row in found):
+        these = [row["schedule"] for row in found if row["subject"] == subject]
+        lines.append(f"| {subject} | {len(these)} | {these.count('')} |")
+    lines += ["", "| class | mutants | reported, fair | reported, hostile only | survive |", "|---|---|---|---|---|"]
+    classes: dict[str, list[str]] = {}
+    for row in found:
+        classes.setdefault(row["kind"], []).append(row["schedule"])
+    for kind, these in [*classes.items(), ("**all**", [row["schedule"] for row in found])]:
         fair, alive = these.count("fair:0"), these.count("")
-        lines.append(f"| {kind} | {count} | {fair} | {count - fair - alive} | {alive} |")
-    fair, alive = (sum(row["schedule"] == s for row in found) for s in ("fair:0", ""))
-    lines.append(f"| **all** | {len(found)} | {fair} | {len(found) - fair - alive} | {alive} |")
+        lines.append(f"| {kind} | {len(these)} | {fair} | {len(these) - fair - alive} | {alive} |")
     lines += ["", *(f"- {r['subject']}, {r['mutation']}: `{r['before']}`" for r in found if not r["schedule"])]
     return "\n".join(lines) + "\n"
 
