@@ -79,7 +79,9 @@ def tasks(root: Path, *, keys: Sequence[str] = (), trials: Sequence[str] = (),
     """The campaign over the bundles at `root`, broad before deep.
 
     Every round gives each kernel and trial one schedule, another one each round, so that the first already has all
-    kernels, all trials and all schedules, if not together. `keys` and `trials` are texts of which a name must have one.
+    kernels, all trials and all schedules, if not together. It begins with the first trial of all kernels, and goes on
+    with another one of each by turns: wherever it is cut off, every trial has met some of them. `keys` and `trials`
+    are texts of which a name must have one.
     """
     kernels = [
         (bundle, artifact.key, artifact.emitted["ptx"].sha256[:16])
@@ -92,8 +94,9 @@ def tasks(root: Path, *, keys: Sequence[str] = (), trials: Sequence[str] = (),
     found = [
         Task(bundle, key, ptx, trial, schedules[(k + t + turn) % len(schedules)])
         for turn in range(len(schedules))
-        for t, trial in enumerate(chosen)
+        for step in range(len(chosen))
         for k, (bundle, key, ptx) in enumerate(kernels)
+        for t, trial in [_nth(chosen, step, k)]
         if serves(trial, key)
     ]
     if not trials or any(text in LONGEST.name for text in trials):
@@ -103,6 +106,12 @@ def tasks(root: Path, *, keys: Sequence[str] = (), trials: Sequence[str] = (),
             few = [kernel for kernel in long if parse_key(kernel[1])[0].impl == impl][:FULL_LENGTH_KEYS]
             found += [Task(*kernel, LONGEST, name) for name in schedules[:2] for kernel in few]
     return found
+
+
+def _nth(chosen: Sequence[Trial], step: int, kernel: int) -> tuple[int, Trial]:
+    """(index, trial) of a kernel's turn in a round: the first one, then the others, each kernel at another one."""
+    index = 1 + (kernel + step) % (len(chosen) - 1) if step else 0
+    return index, chosen[index]
 
 
 def serves(trial: Trial, key: str) -> bool:
