@@ -14,7 +14,7 @@ from cubinery.aot.variants import check_closure, expand
 from cubinery.runtime.arch import ARCHS
 from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
-from cubinery.runtime.ops.paged_decode.config import MmaConfig
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig, MmaConfig
 from cubinery.runtime.ops.paged_decode.select import outcomes
 
 CHOICES = {f.name: set(f.metadata["choices"]) for f in fields(MmaConfig) if f.name != "causal"}
@@ -28,7 +28,7 @@ def test_the_default_spec_is_what_its_domain_needs(root: Path, arch: str) -> Non
     items = expand(specs, [arch])
     check_closure(specs, items)
     needed = {c.key(arch) for spec in specs for domain, _ in spec.domain for c in outcomes(domain, arch)}
-    held = {item.key for item in items if isinstance(item.config, MmaConfig)}
+    held = {item.key for item in items if isinstance(item.config, DecodeConfig)}
     assert held == needed
     assert 90 <= len(held) <= 120
 

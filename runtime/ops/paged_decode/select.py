@@ -22,14 +22,15 @@ from cubinery.runtime.ops.paged_decode.table import DECODE_IMPLS, Option, Select
 ROW_TILES = (16, 32, 64, 128)
 """Packed query rows that one CTA of `mma` can hold, ascending."""
 
-TCGEN05_TILES = {"bf16": (8, 16, 32), "e4m3": (16, 32)}
-"""Packed query rows that one CTA of `tcgen05` can hold, ascending, by q_dtype."""
+TCGEN05_TILES = (16, 32)
+"""Packed query rows that one CTA of `tcgen05` can hold, ascending.
+
+With a bf16 Q there are kernels for 8 too, on request: the PTX ISA documents 16 as the fewest columns of a product with
+128 rows, though published kernels multiply 8.
+"""
 
 TCGEN05_KNOBS = ("convert_warpgroups", "max_kv_stages", "l2_prefetch", "kv_evict_first")
 """Axes that `tcgen05` alone has and a caller may choose."""
-
-TCGEN05_PREFERRED: frozenset[str] = frozenset()
-"""Kinds of Q for which `tcgen05` goes before `mma` on chips with tensor memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +207,7 @@ def candidates(problem: Problem, arch: Arch) -> Iterator[DecodeConfig]:
 
 def _suits_tcgen05(problem: Problem, arch: Arch) -> bool:
     """Whether `tcgen05` should be asked first; what it cannot serve it then says itself."""
-    tiles = TCGEN05_TILES.get(problem.q_dtype, ())
-    return arch.tmem_columns > 0 and problem.q_dtype in TCGEN05_PREFERRED and problem.n_q <= max(tiles, default=0)
+    return arch.tmem_columns > 0 and problem.n_q <= TCGEN05_TILES[-1]
 
 
 def _suits_wgmma(problem: Problem, arch: Arch) -> bool:
@@ -258,8 +258,7 @@ def _tcgen05(
     Two CTAs share an SM where both fit: each softmax then runs beside the other's MMAs. Keys and values are read once,
     so with an e4m3 Q the L2 is told to drop them first; with a bf16 Q that was measured to cost up to 18 %.
     """
-    tiles = TCGEN05_TILES.get(problem.q_dtype, (32,))
-    tile = next((t for t in tiles if problem.n_q <= t), tiles[-1]) if row_tile is None else row_tile
+    tile = next((t for t in TCGEN05_TILES if problem.n_q <= t), TCGEN05_TILES[-1]) if row_tile is None else row_tile
     axes = {"kv_evict_first": problem.q_dtype == "e4m3"} | dict(knobs)
     for ctas in (2, 1) if ctas_per_sm is None else (ctas_per_sm,):
         yield Tcgen05Config(**_axes(problem), pdl=pdl, row_tile=tile, ctas_per_sm=ctas, **axes).canonical()
