@@ -26,7 +26,7 @@ from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
 KEYS, KV_HEADS, GROUP = (300, 300), 2, 4
-CONFIG = MmaConfig(head_dim=128, page_size=16, kv_format="fp8")
+CONFIG = MmaConfig(head_dim=128, page_size=16, kv_format="fp8")  # says what the problem is; the selector chooses
 
 
 def main(folder: str, arch: str | None) -> None:
@@ -43,7 +43,7 @@ def main(folder: str, arch: str | None) -> None:
         plan, out, lse = _decode(library, {name: tensor.cuda() for name, tensor in problem.items()})
     seconds = time.perf_counter() - began
     found = tolerances.deviation(out.cpu().double().numpy(), lse.cpu().numpy(), *expected)
-    limit = tolerances.PAGED_DECODE["mma"]
+    limit = tolerances.PAGED_DECODE["mma"]  # what bf16 queries allow, whichever kernel took them
 
     print(f"ran on       {where}")
     print(f"kernels      {', '.join(plan.keys)}")

@@ -14,7 +14,7 @@ from cubinery.aot.variants import check_closure, expand
 from cubinery.runtime.arch import ARCHS
 from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig, MmaConfig
+from cubinery.runtime.ops.paged_decode.config import DecodeConfig, MmaConfig, Tcgen05Config
 from cubinery.runtime.ops.paged_decode.select import outcomes
 
 CHOICES = {f.name: set(f.metadata["choices"]) for f in fields(MmaConfig) if f.name != "causal"}
@@ -78,3 +78,38 @@ def test_the_writers_are_all_there(root: Path) -> None:
     for name, expected in (("full/append", every), ("paged_decode_append", {c for c in every if not c.pdl})):
         items = expand(load_specs([root / f"kernel_specs/{name}.yaml"]))
         assert {(item.arch.name, item.config) for item in items} == {(a, c) for a in ARCHS for c in expected}
+
+
+TUNED = {"max_kv_stages", "l2_prefetch", "convert_warpgroups"}
+"""Axes of `tcgen05` whose defaults follow from the others: no spec that ships builds other values of them all."""
+
+
+def test_the_full_spec_of_tensor_memory_is_the_whole_product(root: Path) -> None:
+    spec = yaml.safe_load((root / "kernel_specs/full/tcgen05.yaml").read_text())
+    archs = {name for name, arch in ARCHS.items() if arch.tmem_columns}
+    for block in spec["matrix"]:
+        assert set(block.pop("arch")) == archs
+    chosen = {f.name: f for f in fields(Tcgen05Config) if f.name not in TUNED | {"causal", *FEATURES}}
+    for name, f in chosen.items():
+        held = {v for block in spec["matrix"] for v in block.get(name, [f.default])}
+        assert held == set(f.metadata["choices"]), name
+    rest = {"page_size": 16, "q_len": 1, "pdl": False, "kv_evict_first": False}
+    decide = ("head_dim", "kv_format", "q_dtype", "row_tile", "ctas_per_sm")
+    for values in product(*(chosen[name].metadata["choices"] for name in decide)):
+        point = dict(zip(decide, values, strict=True))
+        listed = any(all(v in block.get(name, ["bf16"]) for name, v in point.items()) for block in spec["matrix"])
+        excluded = any(all(point[name] in values for name, values in e.items()) for e in spec["exclude"])
+        assert (listed and not excluded) == tcgen05_fits(archs, **point, **rest), point
+
+
+def tcgen05_fits(archs: set[str], **axes: object) -> bool:
+    """Whether there is a kernel, the same on all archs."""
+    found = set()
+    for name in archs:
+        try:
+            Tcgen05Config(**axes).check_arch(ARCHS[name])  # type: ignore[arg-type]
+            found.add(True)
+        except ConfigError:
+            found.add(False)
+    assert len(found) == 1
+    return found.pop()

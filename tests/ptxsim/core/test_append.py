@@ -217,7 +217,7 @@ def test_what_is_appended_is_what_a_decode_reads(simulator: Callable[..., Any], 
         writer = CacheWriter(library, head_dim=128, kv_format=kv_format)
         for part in (slice(0, 200), slice(200, None)):
             writer.append(*(row[order][part] for row in rows), *caches, mapping[part], *scales, **blocks)
-        decode = PagedDecode(library, head_dim=128, page_size=16, kv_format=kv_format)
+        decode = PagedDecode(library, head_dim=128, page_size=16, kv_format=kv_format, impl="mma")
         plan = decode.plan(lengths, num_q_heads=2 * heads, num_kv_heads=heads)
         o, lse = plan.run(given["q"], *caches, given["block_table"], None, *scales, **blocks)
     expected = [torch.zeros_like(cache) for cache in caches]
