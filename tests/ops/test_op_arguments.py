@@ -378,7 +378,7 @@ def test_each_device_gets_its_own_kernel(make_decode: Make, p: Problem) -> None:
     for decode in (first, second, first):
         decode.plan(p.lengths, **p.heads, max_splits=1).run(*p.tensors)
     assert [launch.device for launch in driver.launches] == [0, 1, 0]
-    assert second.plan(p.lengths, **p.heads).keys[0] == "paged_decode-sm_110a-mma-d128-p16-kvfp8"
+    assert second.plan(p.lengths, **p.heads).keys[0] == "paged_decode-sm_110a-tcgen05-d128-p16-kvfp8"
 
 
 def test_streams_reach_the_launch(made: tuple[Plan, FakeDriver], p: Problem) -> None:
