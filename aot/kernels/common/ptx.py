@@ -112,12 +112,6 @@ def widen_codes(codes: Uint32, bit: int, *, bits: int, exponent_bits: int) -> Ui
     )
 
 
-def e4m3x4_to_bf16x2x2(codes: Uint32) -> tuple[Uint32, Uint32]:
-    """Four e4m3 codes to two bf16x2 registers (low pair, high pair); exact, NaN stays NaN."""
-    low, high = (pack_f32x2("bf16", *unpack_f16x2(pair)) for pair in e4m3x4_to_f16x2x2(codes))
-    return low, high
-
-
 def nvfp4_scales(pair: Uint32) -> tuple[Uint32, ...]:
     """Two e4m3 block scales in the low half: an eighth of each, twice in an f16x2 register; exact."""
     return inline(
@@ -377,9 +371,9 @@ def store_shared_e4m3x2(address: Int32, low: Float32, high: Float32) -> None:
     )
 
 
-def store_shared_bf16x2(address: Int32, low: Float32, high: Float32) -> None:
-    """Two fp32 values rounded to nearest even as bf16, to shared memory."""
-    store_shared_b32(address, pack_f32x2("bf16", low, high))
+def store_shared_f16x2(address: Int32, low: Float32, high: Float32) -> None:
+    """Two fp32 values rounded to nearest even as f16, to shared memory."""
+    store_shared_b32(address, pack_f32x2("f16", low, high))
 
 
 def store_shared_f32(address: Int32, value: Float32) -> None:

@@ -8,7 +8,7 @@ Roles
     softmax    warpgroup 0. Stages Q, turns S into P, rescales O where a maximum grew, writes the results and merges
                the chunks of a split sequence.
     issuer     the first warp of the last warpgroup; one thread issues every product.
-    converters with a bf16 Q, warpgroups between those two. Widen each block of K and V to bf16 in tensor memory, which
+    converters with a bf16 Q, warpgroups between those two. Widen each block of K and V to f16 in tensor memory, which
                the products then read instead of the ring.
     producer   its second warp. Looks pages up and keeps the ring full, one TMA box a page and 128 elements.
 
@@ -17,9 +17,10 @@ product's commit empties a stage, or the converter that has read it, and a produ
 and the maxima have two buffers, O one.
 
 Numerics. Scores are exact products of codes with fp32 sums. The running maximum is kept in raw score units; a row that
-sees nothing keeps m = -inf and l = 0, which gives O = 0 and LSE = -inf. P is rounded to e4m3 after a factor of 448,
-which leaves at the end, or to bf16 where Q is; l sums it unrounded. V past a sequence's end must be finite in pages
-that hold its last keys, since P = 0 there does not undo a NaN.
+sees nothing keeps m = -inf and l = 0, which gives O = 0 and LSE = -inf. P is rounded to e4m3 after a factor of 448, or
+to f16 after one of 2^15, which leave at the end; l sums it unrounded. e4m3 fits f16, in one instruction for two codes;
+a row of a bf16 Q does so once a power of two has brought its largest element to [2^14, 2^15). V past a sequence's end
+must be finite in pages that hold its last keys, since P = 0 there does not undo a NaN.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class PagedDecodeTcgen05(Tile):
             tc.fence_before()
             cute.arch.sync_threads()
             tc.fence_after()
-            # Each role reads its work item for itself: nothing but indices lives across the split of registers.
+            # Each role reads its work item and its lane for itself: nothing lives across the split of registers.
             if warp >= self.issuer_warp:
                 self.move_registers(0)
                 if warp == self.issuer_warp:
@@ -173,17 +174,18 @@ class PagedDecodeTcgen05(Tile):
                     seq, key_begin, key_end, _, tiles = self.work_item(smem)
                     table_row = Int64(seq) * shape[5]
                     self.producer.produce(
-                        smem, lane, k_map, v_map, buffers[1], table_row, head, shape[3], key_begin, key_end, tiles,
+                        smem, cute.arch.lane_idx(), k_map, v_map, buffers[1], table_row, head, shape[3], key_begin, key_end, tiles,
                         head_scales(scales, head),
                     )  # fmt: skip
             elif warp < SOFTMAX_WARPS:
                 self.move_registers(2)
-                self.attend(smem, tidx, buffers, shape, strides, factors)
+                self.attend(smem, warp * 32 + cute.arch.lane_idx(), buffers, shape, strides, factors)
             elif cutlass.const_expr(c.converters > 0):
                 self.move_registers(1)
                 _, _, _, _, tiles = self.work_item(smem)
                 tmem = ptx.load_shared_i32(smem + TMEM)
-                self.converter.convert(smem, tidx % 128, tmem, (warp - SOFTMAX_WARPS) // 4, tiles)
+                thread = warp % 4 * 32 + cute.arch.lane_idx()
+                self.converter.convert(smem, thread, tmem, (warp - SOFTMAX_WARPS) // 4, tiles)
 
     def work_item(self, smem):
         """(sequence, first key, end key, keys of the sequence, tiles): see `SplitPlan.device_work`."""

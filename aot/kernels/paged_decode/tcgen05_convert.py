@@ -1,4 +1,4 @@
-"""The converters of the tensor-memory kernel: K and V widened from e4m3 to bf16, from the ring into tensor memory.
+"""The converters of the tensor-memory kernel: K and V widened from e4m3 to f16, from the ring into tensor memory.
 
 A block is 128 keys by 128 elements. In tensor memory both operands have what the product sums along as columns, two
 elements a column: K has keys as lanes, V has elements of head_dim as lanes, so it is transposed on the way.
@@ -59,8 +59,8 @@ class Converter(Tile):
         return stage, phase, slot, parity
 
     def widen(self, codes):
-        """bf16 pairs of codes, two registers for one."""
-        return [pair for word in codes for pair in ptx.e4m3x4_to_bf16x2x2(word)]
+        """f16 pairs of codes, two registers for one."""
+        return [pair for word in codes for pair in ptx.e4m3x4_to_f16x2x2(word)]
 
     # -- K: a thread takes a key -----------------------------------------------------------------
 

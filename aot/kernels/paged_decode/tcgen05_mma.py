@@ -31,7 +31,7 @@ STEP_BYTES = 32
 """Bytes along K of one product."""
 
 WIDE_COLUMNS = 8
-"""Columns of tensor memory along K of one product of bf16."""
+"""Columns of tensor memory along K of one product of f16."""
 
 
 class Issuer(Tile):

@@ -27,6 +27,7 @@ from cubinery.aot.kernels.paged_decode.tcgen05_tile import (
     O_DONE,
     P_FULL,
     Q_FULL,
+    ROW_SCALE,
     S_FULL,
     SOFTMAX_BARRIER,
     SOFTMAX_WARPS,
@@ -51,21 +52,49 @@ class Softmax(Tile):
 
     @cute.jit
     def stage_q(self, smem, tidx, q_base, row0, n_q, group_size, q_token, q_head):
-        """Q tile to shared memory, in blocks of 128 bytes of a row, swizzled; rows past n_q become zeros."""
+        """Q tile to shared memory, in pieces of 128 bytes of a row, swizzled; rows past n_q become zeros."""
         c = self.config
         chunks = c.head_dim * c.q_element_bytes // 16  # of one row, 16 bytes each
-        for i in cutlass.range_constexpr(self.rows * chunks // THREADS):
-            index = tidx + i * THREADS
-            row, chunk = index // chunks, index % chunks
+        lanes = min(32, chunks)  # that share a row; several chunks each if it is long
+        together = THREADS // lanes
+        for i in cutlass.range_constexpr(max(1, self.rows // together)):
+            row = i * together + tidx // lanes
             n = row0 + row
-            words = [Uint32(0)] * 4
-            if n < n_q:
+            words = [Uint32(0)] * (4 * chunks // lanes)
+            if (n < n_q) & (row < self.rows):
                 token = n // group_size
                 element = Int64(token) * q_token + Int64(n - token * group_size) * q_head
-                words = list(ptx.load_global_v4(q_base + element * c.q_element_bytes + chunk * 16))
-            place = chunk // 8 * (self.rows * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
-            ptx.store_shared_v4(smem + self.q_smem + place, words)
+                address = q_base + element * c.q_element_bytes + tidx % lanes * 16
+                words = [w for part in range(chunks // lanes) for w in ptx.load_global_v4(address + part * 512)]
+            scale = Float32(1.0)
+            if cutlass.const_expr(self.widens):
+                words, scale = self.narrow(words, lanes)
+            if row < self.rows:
+                for part in cutlass.range_constexpr(chunks // lanes):
+                    chunk = part * 32 + tidx % lanes
+                    place = chunk // 8 * (self.rows * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
+                    ptx.store_shared_v4(smem + self.q_smem + place, words[4 * part : 4 * part + 4])
+                if cutlass.const_expr(self.widens):
+                    if tidx % lanes == 0:
+                        ptx.store_shared_f32(smem + ROW_SCALE + row * 4, scale)
         self.publish(smem + Q_FULL)
+
+    def narrow(self, words, lanes):
+        """bf16 pairs of a row that `lanes` lanes hold, as f16 pairs, and what undoes the row's scaling.
+
+        Its largest element comes to lie in [2^14, 2^15), so that every bf16 is exact down to 2^-29 of it. From 2^-63
+        down a row counts as zero: its factor must not drive the scale of the scores to zero.
+        """
+        values = [x for word in words for x in ptx.unpack_bf16x2(word)]
+        top = Float32(0.0)
+        for x in values:
+            top = cute.arch.fmax(top, cute.arch.fmax(x, -x))
+        for n in range(lanes.bit_length() - 1):
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << n))
+        exponent = cutlass.min(cutlass.max(ptx.float_bits(top) >> 23, 64), 254)
+        up = ptx.bits_to_float((268 - exponent) << 23)
+        pairs = [ptx.pack_f32x2("f16", values[n] * up, values[n + 1] * up) for n in range(0, len(values), 2)]
+        return pairs, ptx.bits_to_float((exponent - 14) << 23)
 
     @cute.jit
     def stage_limits(self, smem, tidx, row0, group_size, length):
@@ -101,12 +130,21 @@ class Softmax(Tile):
         # What this lane knows of the row that it raises; infinity where another lane does.
         own = cutlass.select_(owner, Float32(NEG_INF), Float32(math.inf))
         key = key_begin + warp * 32 + lane // 4
-        fixed = (smem, lane, warp, lanes, owned, exp_scale)
+        fixed = (smem, lane, warp, lanes, owned, self.exp_scales(smem, lane, exp_scale))
         for i in cutlass.range(full, unroll=1):
             l, bias, own = self.tile(fixed, i, None, l, bias, own)
         for i in cutlass.range(full, tiles, unroll=1):
             l, bias, own = self.tile(fixed, i, key + i * TILE_KEYS, l, bias, own)
         self.sum_up(smem, lane, warp, l)
+
+    def exp_scales(self, smem, lane, exp_scale):
+        """Factors from raw scores to exponents of 2, of this thread's rows."""
+        if not self.widens:
+            return [exp_scale] * self.columns
+        scales: list[Any] = []
+        for group in range(self.columns // 2):
+            scales += ptx.load_shared_f32x2(smem + ROW_SCALE + (8 * group + lane % 4 * 2) * 4)
+        return [self.at_least_tiny(exp_scale * x) for x in scales]
 
     def ownership(self, lane):
         """(the row whose maximum ends up in a lane, whether this lane raises it)."""
@@ -122,7 +160,7 @@ class Softmax(Tile):
         `bias` is what is added to the exponents of a row's scores: that of P's factor less that of the maximum, and
         infinity while the row has seen nothing.
         """
-        smem, lane, warp, lanes, owned, exp_scale = fixed
+        smem, lane, warp, lanes, owned, exp_scales = fixed
         slot, phase = i & 1, (i >> 1) & 1
         ptx.mbarrier_wait(smem + S_FULL + slot * 8, phase)
         tc.fence_after()
@@ -133,7 +171,7 @@ class Softmax(Tile):
         maxima = smem + MAXIMA + slot * (4 * self.rows)
         if self.raise_maximum(maxima + owned * 4, peak, own) != 0:
             own = cute.arch.fmax(own, ptx.load_shared_f32(maxima + owned * 4))
-            bias, alpha = self.raised(maxima, lane, bias, exp_scale)
+            bias, alpha = self.raised(maxima, lane, bias, exp_scales)
             l = [x * factor for x, factor in zip(l, alpha, strict=True)]
             if i > 0:
                 self.rescale(smem, lanes, i - 1, alpha)
@@ -143,7 +181,7 @@ class Softmax(Tile):
         if cutlass.const_expr(key is not None):
             # A row that has seen nothing has scores of -inf, which only a finite number may be added to.
             shift = [cutlass.select_(x == math.inf, Float32(0.0), x) for x in bias]
-        p = [[ptx.exp2(s * exp_scale + x) for s, x in zip(row, shift, strict=True)] for row in scores]
+        p = [[ptx.exp2(s * scale + x) for s, scale, x in zip(row, exp_scales, shift, strict=True)] for row in scores]
         for row in p:
             l = [total + x for total, x in zip(l, row, strict=True)]
         self.store_p(smem + self.p_smem + slot * self.config.p_bytes, lane, warp, p)
@@ -202,12 +240,15 @@ class Softmax(Tile):
             read_only_args=[address, peak, own],
         )
 
-    def raised(self, maxima, lane, bias, exp_scale):
+    def raised(self, maxima, lane, bias, exp_scales):
         """(new biases, factors of what was accumulated) of this thread's rows."""
         peaks: list[Any] = []
         for group in range(self.columns // 2):
             peaks += ptx.load_shared_f32x2(maxima + (8 * group + lane % 4 * 2) * 4)
-        new = [cute.arch.fmin(old, self.p_log2_scale - peak * exp_scale) for old, peak in zip(bias, peaks, strict=True)]
+        new = [
+            cute.arch.fmin(old, self.p_log2_scale - peak * scale)
+            for old, peak, scale in zip(bias, peaks, exp_scales, strict=True)
+        ]
         # A row that had seen nothing has nothing accumulated, and maybe still nothing: inf - inf.
         alpha = [
             cutlass.select_(old == math.inf, Float32(0.0), ptx.exp2(x - old)) for x, old in zip(new, bias, strict=True)
@@ -239,7 +280,7 @@ class Softmax(Tile):
     def store_p(self, buffer, lane, warp, p):
         """This thread's P, keys as rows: planes of 16 bytes a key."""
         width = self.config.q_element_bytes
-        store = ptx.store_shared_bf16x2 if self.widens else ptx.store_shared_e4m3x2
+        store = ptx.store_shared_f16x2 if self.widens else ptx.store_shared_e4m3x2
         for n, row in enumerate(p):
             key = buffer + (warp * 32 + 8 * n + lane // 4) * 16
             for group in range(self.columns // 2):

@@ -14,6 +14,7 @@ from cubinery.aot.kernels.paged_decode.tcgen05_tile import (
     O_DONE,
     ROW_FACTOR,
     ROW_OFFSET,
+    ROW_SCALE,
     SOFTMAX_WARPS,
     SUMS,
     Tile,
@@ -39,7 +40,10 @@ class Epilogue(Tile):
             total = scaled * 2.0**-self.p_log2_scale
             peak = ptx.load_shared_f32(smem + MAXIMA + tidx * 4)
             peak = cute.arch.fmax(peak, ptx.load_shared_f32(smem + MAXIMA + (self.rows + tidx) * 4))
-            m = score_scale * peak
+            natural = score_scale
+            if cutlass.const_expr(self.widens):
+                natural = self.at_least_tiny(natural * ptx.load_shared_f32(smem + ROW_SCALE + tidx * 4))
+            m = natural * peak
             factor = out_scale * 2.0**-self.p_log2_scale
             if is_split:
                 store_f32(m_partial, part_row + n, m)

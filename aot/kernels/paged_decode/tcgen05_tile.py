@@ -33,6 +33,7 @@ LIMITS = 896  # int32 [row_tile]: end of each row's visible keys
 SUMS = 1024  # fp32 [4 warps][row_tile]: each warp's part of l
 ROW_FACTOR = 1536  # fp32 [row_tile]: what O is multiplied with
 ROW_OFFSET = 1664  # int64 [row_tile]: where a row of O begins, in bytes from the sequence's first
+ROW_SCALE = 1920  # fp32 [row_tile]: what undoes the scaling of a row of Q, where K and V are widened
 
 
 class Tile:
@@ -58,11 +59,11 @@ class Tile:
         self.packed = self.p_smem + 2 * config.p_bytes
         self.ring = self.packed + config.packed_stages * config.packed_stage_bytes
         self.widens = config.q_dtype == "bf16"
-        """Whether K and V reach the tensor core as bf16 in tensor memory, K-major both."""
+        """Whether K and V reach the tensor core as f16 in tensor memory, K-major both."""
         self.wide_stages = config.convert_stages(arch)
         self.kind = "f16" if self.widens else "f8f6f4"
         kv = "e4m3" if config.kv_format in ("fp8", "nvfp4") else config.kv_format
-        a, b = ("bf16", "bf16") if self.widens else (kv, "e4m3")
+        a, b = ("f16", "f16") if self.widens else (kv, "e4m3")
         self.score_instruction = tc.instruction(a, b, TILE_KEYS, self.rows)
         self.output_instruction = tc.instruction(
             a, b, BLOCK_DIM, self.rows, a_mn_major=not self.widens, b_mn_major=True
@@ -74,8 +75,8 @@ class Tile:
         """P: planes of 16 bytes a key."""
         self.kv_factor = 8.0 if config.kv_format == "nvfp4" else 1.0
         """What K and V lack of their values when they reach the tensor core."""
-        self.p_log2_scale = 0.0 if self.widens else math.log2(448.0)
-        """P is written as e4m3 of 448 times itself, so that small probabilities stay normal; as bf16 it is itself."""
+        self.p_log2_scale = 15.0 if self.widens else math.log2(448.0)
+        """P is written as f16 of 2^15 or e4m3 of 448 times itself, so that small probabilities stay normal."""
 
     def s_column(self, slot):
         """First column of a buffer of S."""
@@ -86,7 +87,7 @@ class Tile:
         return (2 + block) * self.rows
 
     def wide_column(self, slot):
-        """First column of a block that was widened to bf16."""
+        """First column of a block that was widened."""
         return self.config.accumulator_columns + slot * self.config.CONVERT_COLUMNS
 
     def sync_softmax(self):

@@ -20,7 +20,7 @@ MAX_KV_STAGES = 16
 """Ring stages that there are barriers for: more than fit beside any Q."""
 
 MAX_CONVERT_STAGES = 8
-"""Stages of bf16 in tensor memory that there are barriers for."""
+"""Widened stages in tensor memory that there are barriers for."""
 
 ENOUGH_REGISTERS = 112
 """Registers that a softmax thread of up to 16 query rows needs."""
@@ -62,7 +62,7 @@ class Tcgen05Config(DecodeConfig):
         if self.q_dtype == "bf16":
             if self.kv_format != "fp8":
                 raise self.reject(
-                    f"kv_format {self.kv_format} with q_dtype bf16: expected fp8, the format that is widened to bf16; "
+                    f"kv_format {self.kv_format} with q_dtype bf16: expected fp8, the format that is widened to f16; "
                     "the others take q_dtype e4m3"
                 )
             if self.convert_warpgroups == 0:
@@ -168,10 +168,10 @@ class Tcgen05Config(DecodeConfig):
         return (2 + self.head_dim // BLOCK_DIM) * self.row_tile
 
     CONVERT_COLUMNS: ClassVar[int] = 64
-    """Columns of one block of K or V widened to bf16: 128 lanes of 128 elements."""
+    """Columns of one block of K or V widened to f16: 128 lanes of 128 elements."""
 
     def convert_stages(self, arch: Arch) -> int:
-        """Blocks of bf16 that fit in tensor memory beside the accumulators; 0 where nothing is widened."""
+        """Widened blocks that fit in tensor memory beside the accumulators; 0 where nothing is widened."""
         if self.q_dtype != "bf16":
             return 0
         room = arch.tmem_columns // self.ctas_per_sm - self.accumulator_columns
