@@ -1,6 +1,6 @@
 """What the `tcgen05` decode computes: attention tile by tile, with P rounded as its tensor cores take it, in float64.
 
-Beyond paged attention it models the running maximum over tiles of 128 keys, P as e4m3(448 p) or bf16(p) relative to
+Beyond paged attention it models the running maximum over tiles of 128 keys, P as e4m3(448 p) or f16(2^15 p) relative to
 it, the sum of unrounded p, chunks merged by their maxima, and nvfp4 rounded again to e4m3(code * scale / 8). Not
 modelled: the order of sums, the fast exponential and the rounding of O to bf16; the tolerances allow for those.
 Takes numpy arrays or torch tensors (copied to the host); returns numpy.
@@ -22,6 +22,9 @@ from cubinery.runtime.ops.paged_decode.quantize import NVFP4_SHIFT, decode, enco
 P_SCALE = 448.0
 """What p is multiplied by before it is rounded to e4m3: its largest value, so that small p keep their bits."""
 
+F16_SCALE = 2.0**15
+"""The same where P is f16, with a bf16 Q."""
+
 Chunks = Sequence[Sequence[tuple[int, int]]]
 """(first tile, end tile) of each chunk, by sequence; the chunks of a sequence lie side by side."""
 
@@ -36,12 +39,10 @@ def chunks_of(work: Any, num_seqs: int) -> list[list[tuple[int, int]]]:
 
 
 def round_p(p: Doubles, q_dtype: str) -> Doubles:
-    """p in [0, 1] as the second product takes it, undoing the scale: e4m3(448 p) / 448, or bf16(p)."""
+    """p in [0, 1] as the second product takes it, undoing the scale: e4m3(448 p) / 448, or f16(2^15 p) / 2^15."""
     if q_dtype == "e4m3":
         return np.asarray(decode(encode(np.asarray(p * P_SCALE, np.float32), E4M3), E4M3), np.float64) / P_SCALE
-    bits = np.asarray(p, np.float32).view(np.uint32)  # not negative and finite: the carry may run into the exponent
-    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return rounded.view(np.float32).astype(np.float64)
+    return np.asarray(p * F16_SCALE, np.float32).astype(np.float16).astype(np.float64) / F16_SCALE
 
 
 def emulated_attention(

@@ -174,8 +174,8 @@ class PagedDecodeTcgen05(Tile):
                     seq, key_begin, key_end, _, tiles = self.work_item(smem)
                     table_row = Int64(seq) * shape[5]
                     self.producer.produce(
-                        smem, cute.arch.lane_idx(), k_map, v_map, buffers[1], table_row, head, shape[3], key_begin, key_end, tiles,
-                        head_scales(scales, head),
+                        smem, cute.arch.lane_idx(), k_map, v_map, buffers[1], table_row, head, shape[3], key_begin,
+                        key_end, tiles, head_scales(scales, head),
                     )  # fmt: skip
             elif warp < SOFTMAX_WARPS:
                 self.move_registers(2)
