@@ -348,6 +348,7 @@ class TensorCore(Warpgroup):
         queue = _PIPE + slots[0]
         state = self._tensor()
         touched = [c for c in (marks.d_columns, marks.a_columns, *marks.scale_columns) if c is not None]
+        a_lanes = marks.d_lanes + tensor_memory.split(o.a)[0] - tensor_memory.split(o.d)[0]
         for slot in slots:
             for chunks in (marks.a_chunks, marks.b_chunks):
                 if chunks is not None:
@@ -359,17 +360,18 @@ class TensorCore(Warpgroup):
             for columns in marks.scale_columns:
                 self._touches(g, row, k, queue, slot, every, columns, False)
             if marks.a_columns is not None:
-                lanes = marks.d_lanes + tensor_memory.split(o.a)[0] - tensor_memory.split(o.d)[0]
-                self._touches(g, row, k, queue, slot, lanes, marks.a_columns, False)
+                self._touches(g, row, k, queue, slot, a_lanes, marks.a_columns, False)
             self._touches(g, row, k, queue, slot, marks.d_lanes, marks.d_columns, True)
         place = self.place(g, k)
         ctas = [tcgen05.Cta(self.shared.of(slot), state.cells[slot], SHARED_BASE) for slot in slots]
 
         def run() -> None:
-            for slot in slots:
-                region = state.written[slot, marks.d_lanes, slice(*marks.d_columns)]
-                if o.enable_d and self.uninitialised and not region.all():
+            for slot in slots if self.uninitialised else ():
+                written = state.written[slot]
+                if o.enable_d and not written[marks.d_lanes, slice(*marks.d_columns)].all():
                     raise UninitialisedFault("adds to an accumulator that nothing wrote", place)
+                if marks.a_columns is not None and not written[a_lanes, slice(*marks.a_columns)].all():
+                    raise UninitialisedFault("multiplies a matrix in tensor memory that nothing wrote", place)
             tcgen05.multiply(idesc, form.group, form.ws, ctas, o)
             for slot in slots:
                 state.written[slot, marks.d_lanes, slice(*marks.d_columns)] = True

@@ -109,6 +109,22 @@ def test_accumulating_onto_nothing() -> None:
         launch(*without(MMA))
 
 
+def from_tensor_memory(columns: int) -> tuple[str, ...]:
+    """A of the first product from columns 16 to 23, of which `columns` were stored: bf16 ones."""
+    store = f"""{BASE} add.s32 %r30, %r30, 16; mov.b32 %r40, 0x3F803F80;
+    tcgen05.st.sync.aligned.32x32b.x{columns}.b32 [%r30], {{{", ".join(["%r40"] * columns)}}};
+    tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;
+    """
+    mma = "add.s32 %r41, %r20, 16; @%p1 tcgen05.mma.cta_group::1.kind::f16 [%r20], [%r41], %rd2, %r23, %p5;"
+    return (SETUP, PROXY, SYNC, DESCRIPTORS, store, mma, COMMIT, WAIT, LOAD, FREE)
+
+
+def test_a_matrix_in_tensor_memory_must_have_been_written() -> None:
+    assert launch(*from_tensor_memory(8)).tolist() == [16.0] * 128
+    with pytest.raises(UninitialisedFault, match="multiplies a matrix in tensor memory that nothing wrote"):
+        launch(*from_tensor_memory(4))
+
+
 def test_operands_need_the_proxy_fence() -> None:
     with pytest.raises(ProxyFault, match=r"fence\.proxy\.async"):
         launch(*without(PROXY))
