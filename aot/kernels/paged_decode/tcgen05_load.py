@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Uint32, cute
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import load_i32
@@ -116,7 +116,7 @@ class Producer(Tile):
         for ahead in cutlass.range(begin, i + depth + 1, unroll=1):
             key = first + ahead * TILE_KEYS
             page = self.look_up(place, lane, key)
-            if (key < place[3]) & (lane < self.page_boxes):
+            if self.wanted(place, lane, key):
                 for block in cutlass.range(self.blocks, unroll=1):
                     coordinates = (block * BLOCK_DIM, Int32(0), head, page)
                     ptx.prefetch_4d(k_map.get_ptr(), coordinates)
@@ -125,8 +125,12 @@ class Producer(Tile):
     @cute.jit
     def look_up(self, place, lane, key):
         """Page of a box by its first key; past the chunk one out of bounds, which loads zeros."""
-        block_table, table_row, num_pages, key_end = place
+        block_table, table_row, num_pages, _ = place
         page = Int32(num_pages)
-        if (key < key_end) & (lane < self.page_boxes):
+        if self.wanted(place, lane, key):
             page = load_i32(block_table, table_row + key // self.config.page_size)
         return page
+
+    def wanted(self, place, lane, key):
+        """Whether this lane has a page to load that begins at `key`, which may lie past the range of an int32."""
+        return (Uint32(key) < Uint32(place[3])) & (lane < self.page_boxes)
