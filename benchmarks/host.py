@@ -237,10 +237,14 @@ def hundred_keys(manifest: Manifest) -> Manifest:
 
 
 def _open(library: Library, *, repeats: int) -> Figure:
-    """Opening reads manifests alone, so the bundle that is opened here needs no cubins."""
-    held = next(b.manifest for b in library.bundles if any(a.impl == MmaConfig.impl for a in b.manifest.artifacts))
+    """Opening reads manifests and selector tables alone, so the bundle that is opened here needs no cubins."""
+    held = next(b for b in library.bundles if any(a.impl == MmaConfig.impl for a in b.manifest.artifacts))
     with tempfile.TemporaryDirectory(prefix="cubinery-bench-") as folder:
-        manifest = hundred_keys(held)
+        manifest = hundred_keys(held.manifest)
+        for table in manifest.tables.values():
+            copy = Path(folder) / table.path
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes((held.root / table.path).read_bytes())
         (Path(folder) / MANIFEST_NAME).write_text(manifest.dumps(), encoding="utf-8")
         times = []
         for _ in range(repeats):

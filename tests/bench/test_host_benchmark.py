@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ from fake_driver import FakeDriver, write_bundle
 from benchmarks import build, host, launch_loop
 from benchmarks.report import figure_lines
 from cubinery.runtime.library import Library
-from cubinery.runtime.manifest import Manifest
+from cubinery.runtime.manifest import FileRecord, Manifest
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
+from cubinery.runtime.ops.paged_decode.table import SelectorTable
 
 CPU = torch.device("cpu")
 
@@ -24,7 +26,11 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def library(tmp_path: Path) -> Library:
     config = MmaConfig(head_dim=128, page_size=64, kv_format="fp8")
-    write_bundle(tmp_path, "sm_90a", [config, *config.requires()])
+    table = SelectorTable("sm_90a", "none", ()).dumps().encode()
+    file = FileRecord("tables/t.json", hashlib.sha256(table).hexdigest(), len(table))
+    write_bundle(tmp_path, "sm_90a", [config, *config.requires()], tables={"paged_decode": file})
+    (tmp_path / "sm_90a/tables").mkdir()
+    (tmp_path / "sm_90a/tables/t.json").write_bytes(table)
     return Library.open(tmp_path, driver=FakeDriver(("sm_90a",)))
 
 
