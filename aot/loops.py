@@ -54,16 +54,32 @@ class Loop:
     header: str
     """Label of the block that it begins with, or the block's number."""
     blocks: frozenset[int]
-    counts: Counter[str]
-    """Instructions of one iteration by opcode, those of waits that spin left out; loops inside count once."""
+    own: Counter[str]
+    """Instructions by opcode that lie in no loop inside it."""
+    inner: tuple[Loop, ...]
+    """Loops directly inside it, but for waits that spin: their first try belongs to what is around them."""
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Instructions of one iteration by opcode, loops inside counted once."""
+        return self.executed(lambda _: 1)
+
+    def executed(self, trips: Callable[[Loop], int]) -> Counter[str]:
+        """Instructions of one iteration by opcode, in which a loop inside is run as often as `trips` says."""
+        total = Counter(self.own)
+        for loop in self.inner:
+            times = trips(loop)
+            for opcode, number in loop.executed(trips).items():
+                total[opcode] += number * times
+        return total
 
     @property
     def size(self) -> int:
-        """Instructions of one iteration."""
+        """Instructions of one iteration, loops inside counted once."""
         return self.counts.total()
 
     def count(self, wanted: Callable[[str], bool]) -> int:
-        """Instructions of one iteration whose opcode is wanted."""
+        """Instructions of one iteration whose opcode is wanted, loops inside counted once."""
         return sum(number for opcode, number in self.counts.items() if wanted(opcode))
 
 
@@ -82,12 +98,17 @@ def find_loops(sass: str) -> tuple[Loop, ...]:
         for header in block.successors:
             if number in dominators and header in dominators[number]:
                 bodies.setdefault(header, {header}).update(_body(blocks, header, number, dominators))
-    spins = [body for body in bodies.values() if _spins(blocks, body)]
-    loops = []
-    for header, body in bodies.items():
-        counted = body.difference(*(spin for spin in spins if spin < body))
-        opcodes = Counter(i.opcode for number in counted for i in blocks[number].instructions)
-        loops.append(Loop(blocks[header].label or str(header), frozenset(body), opcodes))
+    loops: list[Loop] = []
+    inside: dict[int, tuple[set[int], Loop | None]] = {}  # by header, the loops that nobody has claimed yet
+    for header, body in sorted(bodies.items(), key=lambda item: len(item[1])):
+        nested = [inside.pop(other) for other in list(inside) if other in body and other != header]
+        own = body.difference(*(other for other, _ in nested))
+        opcodes = Counter(i.opcode for number in own for i in blocks[number].instructions)
+        loop = Loop(
+            blocks[header].label or str(header), frozenset(body), opcodes, tuple(x for _, x in nested if x is not None)
+        )
+        loops.append(loop)
+        inside[header] = (body, None if _spins(blocks, body) else loop)
     return tuple(sorted(loops, key=lambda loop: -len(loop.blocks)))
 
 

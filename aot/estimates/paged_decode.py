@@ -6,6 +6,7 @@ defaults follow from these.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,10 @@ class Work:
     """Warps that take the softmax's path."""
     ring_bytes: int
     """K and V that can be on their way to one CTA."""
+    blocks: int = 1
+    """Times that loops of the issuing warp and of a rescale go around for one tile."""
+    convert: tuple[float, ...] = ()
+    """Times that the converters' loops go around for one tile: the outer one, then those inside it."""
 
 
 def mma_work(config: MmaConfig, arch: Arch) -> Work:
@@ -68,7 +73,12 @@ def tcgen05_work(config: Tcgen05Config, arch: Arch) -> Work:
     blocks = config.head_dim // BLOCK_DIM
     block = config.STAGE_BYTES
     packed, scales = 2 * TILE_KEYS * config.row_bytes, 2 * TILE_KEYS * config.scale_bytes
-    passes = 2 * 2 * blocks * block + (2 * packed if config.packed_stages else 0)
+    passes = 2 * 2 * blocks * block + (2 * (packed + scales) if config.packed_stages else 0)
+    convert: tuple[float, ...] = ()
+    if config.packed_stages:
+        convert = (2 * blocks / config.packed_blocks, *_loops(config.packed_blocks, 4))
+    elif config.converters:
+        convert = (1, *_loops(blocks // config.converters))
     operands = config.q_bytes + (1 + blocks) * config.p_bytes
     elements_per_mma = 32 // config.q_element_bytes
     ring = config.kv_stages(arch) * config.stage_tx_bytes
@@ -79,7 +89,14 @@ def tcgen05_work(config: Tcgen05Config, arch: Arch) -> Work:
         mmas=2 * blocks * BLOCK_DIM // elements_per_mma,
         softmax_warps=4,
         ring_bytes=config.packed_stages * config.packed_stage_bytes or ring,
+        blocks=blocks,
+        convert=convert,
     )
+
+
+def _loops(*trips: int) -> tuple[int, ...]:
+    """What goes around once is no loop in the code."""
+    return tuple(n for n in trips if n > 1)
 
 
 def estimate(config: KernelConfig, arch: Arch, sass: str) -> tuple[Figure, ...]:
@@ -93,11 +110,60 @@ def estimate(config: KernelConfig, arch: Arch, sass: str) -> tuple[Figure, ...]:
         work = mma_work(config, arch)
     loops = find_loops(sass)
     issue, softmax = _loop(loops, is_mma, "MMA"), _loop(loops, is_exp, "exponential")
-    tiles = issue.count(is_mma) / work.mmas
+    issued = issue.executed(lambda loop: work.blocks if loop.count(is_mma) else 1)
+    path = (
+        issued if softmax is issue else softmax.executed(lambda loop: work.blocks if loop.count(is_tensor_load) else 1)
+    )
+    tiles = _count(issued, is_mma) / work.mmas
     # A thread of tcgen05 has row_tile scores of a tile; factors of a rescale are fewer exponentials than another tile.
-    soft_tiles = tiles if softmax is issue else max(1, softmax.count(is_exp) // config.row_tile)
-    path = softmax.size / soft_tiles
-    return (*_moved(work), *_code(issue, softmax, tiles, soft_tiles), *_pace(config, arch, work, path))
+    soft_tiles = tiles if softmax is issue else max(1, _count(path, is_exp) // config.row_tile)
+    barriers = _count(issued, is_barrier) / tiles
+    if softmax is not issue:
+        barriers += _count(path, is_barrier) / soft_tiles
+    counts = Counts(
+        tiles, _count(issued, is_mma) / tiles, path.total() / soft_tiles, _count(path, is_exp) / soft_tiles, barriers,
+        _conversion(loops, work.convert),
+    )  # fmt: skip
+    return (*_moved(work), *_code(counts), *_pace(config, arch, work, counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Instructions for one tile, by the code."""
+
+    tiles: float
+    """Tiles of one iteration of the loop that issues products."""
+    mmas: float
+    softmax: float
+    exponentials: float
+    barriers: float
+    converter: float
+    """Of one warp of the converters; 0 where there are none."""
+
+
+def _conversion(loops: Sequence[Loop], trips: tuple[float, ...]) -> float:
+    """Instructions of a converter's warp for one tile, whose loops go around as often as `trips` says."""
+    if not trips:
+        return 0
+    others = (is_mma, is_exp, is_copy)
+    found = max(
+        (x for x in loops if x.count(is_barrier) and not any(x.count(other) for other in others)),
+        key=lambda loop: loop.size,
+        default=None,
+    )
+    if found is None:
+        raise InspectError("the code has no loop that converts: expected one, by the configuration")
+    depth = {id(found): 0}
+
+    def times(loop: Loop) -> int:
+        return int(trips[depth[id(loop)]]) if depth[id(loop)] < len(trips) else 1
+
+    pending = [found]
+    while pending:
+        loop = pending.pop()
+        depth.update({id(x): depth[id(loop)] + 1 for x in loop.inner})
+        pending += loop.inner
+    return found.executed(times).total() * trips[0]
 
 
 def is_mma(opcode: str) -> bool:
@@ -112,6 +178,19 @@ def is_exp(opcode: str) -> bool:
 def is_barrier(opcode: str) -> bool:
     """An mbarrier's arrival or wait, a named barrier, or a commit of the tensor core's work."""
     return opcode.partition(".")[0] in ("SYNCS", "BAR", "UTCBAR")
+
+
+def is_copy(opcode: str) -> bool:
+    """A bulk copy to shared memory."""
+    return opcode.startswith("UTMALDG")
+
+
+def is_tensor_load(opcode: str) -> bool:
+    return opcode.startswith("LDTM")
+
+
+def _count(opcodes: Counter[str], wanted: Callable[[str], bool]) -> int:
+    return sum(number for opcode, number in opcodes.items() if wanted(opcode))
 
 
 def _loop(loops: Sequence[Loop], wanted: Callable[[str], bool], what: str) -> Loop:
@@ -129,29 +208,29 @@ def _moved(work: Work) -> tuple[Figure, ...]:
     )
 
 
-def _code(issue: Loop, softmax: Loop, tiles: float, soft_tiles: float) -> tuple[Figure, ...]:
-    barriers = issue.count(is_barrier) / tiles
-    if softmax is not issue:
-        barriers += softmax.count(is_barrier) / soft_tiles
+def _code(counts: Counts) -> tuple[Figure, ...]:
     return (
-        Figure("tiles_per_iteration", tiles, "", "tiles of one pass of the loop that issues MMAs"),
-        Figure("mmas", issue.count(is_mma) / tiles, "", "MMA instructions of a warp that issues them"),
-        Figure("softmax_path", softmax.size / soft_tiles, "", "instructions of a warp on the softmax's path"),
-        Figure("exponentials", softmax.count(is_exp) / soft_tiles, "", "of them exponentials"),
-        Figure("barriers", barriers, "", "barrier operations on the paths of MMAs and softmax"),
+        Figure("tiles_per_iteration", counts.tiles, "", "tiles of one pass of the loop that issues MMAs"),
+        Figure("mmas", counts.mmas, "", "MMA instructions of a warp that issues them"),
+        Figure("softmax_path", counts.softmax, "", "instructions of a warp on the softmax's path"),
+        Figure("exponentials", counts.exponentials, "", "of them exponentials"),
+        Figure("converter_path", counts.converter, "", "instructions of a warp that converts K and V"),
+        Figure("barriers", counts.barriers, "", "barrier operations on the paths of MMAs and softmax"),
     )
 
 
-def _pace(config: DecodeConfig, arch: Arch, work: Work, path: float) -> tuple[Figure, ...]:
+def _pace(config: DecodeConfig, arch: Arch, work: Work, counts: Counts) -> tuple[Figure, ...]:
     """Clocks of an SM for a tile of one of its CTAs, by what they are spent on; the largest sets the pace."""
     memory = work.kv_bytes / arch.bytes_per_ns * arch.clock_mhz / 1000
     shared = work.shared_bytes / SHARED_BYTES_PER_CLOCK
-    issue = path * work.softmax_warps / SCHEDULERS
+    # Each of several converters takes a part of the blocks; its four warps are on a scheduler each.
+    converters = config.converters if isinstance(config, Tcgen05Config) else 0
+    issue = (counts.softmax * work.softmax_warps + counts.converter * 4 * converters) / SCHEDULERS
     flight = work.ring_bytes * config.ctas_per_sm
     return (
         Figure("memory_clocks", memory, "", f"to read the tile at the SM's share of {arch.bandwidth_gbps} GB/s"),
         Figure("shared_clocks", shared, "", f"of shared memory at {SHARED_BYTES_PER_CLOCK} B a clock"),
-        Figure("softmax_clocks", issue, "", f"to issue the softmax's path on {SCHEDULERS} schedulers"),
+        Figure("issue_clocks", issue, "", f"to issue softmax and conversion on {SCHEDULERS} schedulers"),
         Figure("busiest_beside_memory", max(shared, issue) / memory, "", "below 1: memory sets the pace"),
         Figure("ring_bytes", flight, "B", "K and V on their way to an SM when all stages are empty"),
         Figure("latency_bytes", arch.latency_bytes, "B", f"an SM needs at {arch.latency_ns} ns of latency (assumed)"),

@@ -55,6 +55,10 @@ def test_a_loop_is_what_leads_back_wherever_it_lies() -> None:
     assert (outer.counts["HMMA.16816.F32"], outer.counts["MUFU.EX2"]) == (2, 1)
     assert outer.counts["SYNCS.PHASECHK.TRANS64.TRYWAIT"] == 1, "the wait that spins is not part of an iteration"
     assert outer.size == 8  # wait, branch, two products, exponential, three branches
+    assert [loop.header for loop in outer.inner] == [".L_inner"], "a wait that spins is no loop inside"
+    assert outer.own.total() == 6
+    executed = outer.executed(lambda loop: 10 if loop.header == ".L_inner" else 0)
+    assert (executed["MUFU.EX2"], executed.total()) == (10, 26)
 
 
 def test_the_main_loop_has_most_and_is_the_innermost() -> None:
@@ -80,16 +84,28 @@ def test_what_is_no_disassembly_is_refused(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def tensor_code(mmas: int, exps: int, others: int) -> str:
-    """One loop that issues products and one of the softmax."""
+def tensor_code(mmas: int, exps: int, others: int, convert: str = "") -> str:
+    """One loop that issues products and one of the softmax, then what converts."""
     return listing(
         "kernel:\n.L_mma:\n"
         + "UTCQMMA gdesc[UR4], gdesc[UR8], tmem[UR5], tmem[UR10], idesc[UR11], UP0\n" * mmas
         + "UTCBAR [UR4], URZ\n@P0 BRA `(.L_mma)\n.L_softmax:\n"
         + "MUFU.EX2 R5, R5\n" * exps
         + "FADD R1, R1, R2\n" * others
-        + "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ\nBAR.SYNC.DEFER_BLOCKING 0x1, 0x80\n@P0 BRA `(.L_softmax)\nEXIT"
+        + "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ\nBAR.SYNC.DEFER_BLOCKING 0x1, 0x80\n@P0 BRA `(.L_softmax)\n"
+        + convert
+        + "EXIT"
     )
+
+
+CONVERT = """.L_stages:
+SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1], R2
+.L_blocks:
+STTM.x16 tmem[UR4], R4
+@P0 BRA `(.L_blocks)
+@P1 BRA `(.L_stages)
+"""
+"""A loop in a loop, of two instructions each."""
 
 
 def values(figures: tuple[Figure, ...]) -> dict[str, float]:
@@ -107,7 +123,8 @@ def test_figures_of_the_tensor_core_decode() -> None:
     assert found["shared_per_kv_byte"] == pytest.approx(2 + (16 * 256 + 3 * 16 * 128) / 65536)
     assert found["tensor_per_kv_byte"] == 0
     assert found["memory_clocks"] == pytest.approx(65536 / (273 / 20) * 1.575)
-    assert found["softmax_clocks"] == 123
+    assert found["converter_path"] == 0
+    assert found["issue_clocks"] == 123
     assert found["ring_bytes"] == 2 * 4 * 16384
     assert found["ring_per_latency"] == pytest.approx(131072 / 13650)
     assert found["busiest_beside_memory"] < 1
@@ -127,19 +144,25 @@ def test_two_tiles_an_iteration_are_found() -> None:
 def test_padded_and_converted_codes_move_more(kv_format: str, q_dtype: str, shared: float, tensor: float) -> None:
     """K and V alone: a padded code is a byte in shared memory; a widened one is two in tensor memory, twice."""
     config = Tcgen05Config(head_dim=512, page_size=16, kv_format=kv_format, q_dtype=q_dtype)
-    found = values(estimate(config, THOR, tensor_code(32, 16, 9)))
+    found = values(estimate(config, THOR, tensor_code(32, 16, 9, CONVERT)))
     operands = (config.q_bytes + 5 * config.p_bytes) / found["kv_bytes"]
     assert found["shared_per_kv_byte"] == pytest.approx(shared + operands)
     assert found["tensor_per_kv_byte"] == tensor
+    # Four blocks of a tile's K, in the inner loop.
+    assert found["converter_path"] == (2 + 4 * 2 if tensor else 0)
+    assert found["issue_clocks"] == found["softmax_path"] + found["converter_path"]
 
 
 def test_nvfp4_is_written_and_read_twice() -> None:
     config = Tcgen05Config(head_dim=128, page_size=16, kv_format="nvfp4", q_dtype="e4m3")
-    found = values(estimate(config, B200, tensor_code(8, 16, 9)))
+    found = values(estimate(config, B200, tensor_code(8, 16, 9, CONVERT)))
+    assert found["converter_path"] == 2 * (2 + 4 * 2), "a stage of K and one of V, a block each, in four steps"
+    with pytest.raises(InspectError, match="no loop that converts"):
+        estimate(config, B200, tensor_code(8, 16, 9))
     assert found["kv_bytes"] == 2 * 128 * (64 + 8)
-    moved = 2 * (2 * 128 * 64) + 2 * (2 * 128 * 128) + config.q_bytes + 2 * config.p_bytes
+    moved = 2 * (2 * 128 * (64 + 8)) + 2 * (2 * 128 * 128) + config.q_bytes + 2 * config.p_bytes
     assert found["shared_per_kv_byte"] == pytest.approx(moved / found["kv_bytes"])
-    assert found["ring_bytes"] == 2 * 2 * 8192
+    assert found["ring_bytes"] == 2 * 2 * 128 * (64 + 8)
 
 
 def test_figures_of_the_portable_decode() -> None:
