@@ -101,13 +101,14 @@ def _loops(*trips: int) -> tuple[int, ...]:
 
 def estimate(config: KernelConfig, arch: Arch, sass: str) -> tuple[Figure, ...]:
     """Figures of a decode kernel on the chip of `arch`. Raises InspectError for code that is not a decode's."""
-    if not isinstance(config, DecodeConfig):
-        raise InspectError(f"{config.family}.{config.impl}: expected a decode kernel; there is no estimate for others")
     if isinstance(config, Tcgen05Config):
         work = tcgen05_work(config, arch)
-    else:
-        assert isinstance(config, MmaConfig)
+    elif type(config) is MmaConfig:
         work = mma_work(config, arch)
+    else:
+        raise InspectError(
+            f"{config.family}.{config.impl}: expected a decode by mma or tcgen05; no other has an estimate"
+        )
     loops = find_loops(sass)
     issue, softmax = _loop(loops, is_mma, "MMA"), _loop(loops, is_exp, "exponential")
     issued = issue.executed(lambda loop: work.blocks if loop.count(is_mma) else 1)

@@ -178,7 +178,7 @@ def test_figures_of_the_portable_decode() -> None:
 def test_what_has_no_estimate_says_so() -> None:
     assert estimator_of("paged_decode") is estimate
     assert estimator_of("no_such_family") is None
-    with pytest.raises(InspectError, match=r"paged_decode\.append: expected a decode kernel"):
+    with pytest.raises(InspectError, match=r"paged_decode\.append: expected a decode by mma or tcgen05"):
         estimate(AppendConfig(head_dim=128, kv_format="fp8"), THOR, NESTED)
     config = Tcgen05Config(head_dim=128, page_size=16, kv_format="fp8", q_dtype="e4m3")
     with pytest.raises(InspectError, match="no loop with MMA instructions"):
