@@ -122,6 +122,25 @@ def test_whole_codes_of_six_bits_may_lie_apart(make_decode: Make) -> None:
     assert driver.launches[0].values["k_map"].strides[1] == 192
 
 
+def test_padded_caches_lie_on_32_bytes(make_decode: Make) -> None:
+    """On tensor memory, where 6-bit rows that mma reads may be refused: the message says so."""
+    decode, driver = make_decode(archs=("sm_110a",), kv_format="e2m3", q_dtype="e4m3")
+    p = problem("e2m3")
+    q = p.q.to(torch.float8_e4m3fn)
+    plan = decode.plan(p.lengths, **p.heads)
+    assert "tcgen05" in plan.keys[0]
+    plan.run(q, packed(96, 192), packed(96, 192), p.table)
+    assert driver.launches[0].values["k_map"].strides[1] == 192
+    padding = r"expected a multiple of 32 for padded tensor maps \(impl='mma' takes 16\)"
+    with pytest.raises(ArgumentError, match=f"v_cache has a stride of 144 bytes along head: {padding}"):
+        plan.run(q, packed(96, 192), packed(96, 144), p.table)
+    shifted = torch.zeros(PAGES * 16 * 2 * 96 + 32, dtype=torch.uint8)
+    at = 16 if shifted.data_ptr() % 32 == 0 else 0
+    cache = shifted[at : at + PAGES * 16 * 2 * 96].view(PAGES, 16, 2, 96)
+    with pytest.raises(ArgumentError, match=f"k_cache lies at address 0x.*: {padding}"):
+        plan.run(q, cache, packed(96, 192), p.table)
+
+
 def test_block_scales_that_moved_are_packed_again(make_decode: Make) -> None:
     """A repeated call looks at its tensors only; block scales are among them."""
     decode, driver = make_decode(kv_format="nvfp4")

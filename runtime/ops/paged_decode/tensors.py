@@ -82,8 +82,10 @@ def common(name: str, tensor: Tensor, device: Any, *dtypes: str) -> None:
         raise ArgumentError(f"{name} has dtype {tensor.dtype}: expected {' or '.join(dtypes)}")
 
 
-def strides(name: str, tensor: Tensor, axes: tuple[str, ...], *, align: int = ALIGNMENT) -> list[int]:
+def strides(name: str, tensor: Tensor, axes: tuple[str, ...], *, align: int = ALIGNMENT, why: str = "") -> list[int]:
     """Element strides of all axes but the last, which must be contiguous; checks alignment and range.
+
+    `why` ends the message where the alignment is not met.
 
     An axis of one element has whatever stride its producer left there (DLPack gives 1); it is never
     stepped along, so it gets the length of a row instead, which satisfies every rule.
@@ -99,10 +101,10 @@ def strides(name: str, tensor: Tensor, axes: tuple[str, ...], *, align: int = AL
             raise ArgumentError(f"{name} has stride {stride} along {axis}: expected 0 to {STRIDE_LIMIT - 1} elements")
         if stride * size % align:
             raise ArgumentError(
-                f"{name} has a stride of {stride * size} bytes along {axis}: expected a multiple of {align}"
+                f"{name} has a stride of {stride * size} bytes along {axis}: expected a multiple of {align}{why}"
             )
         result.append(stride)
-    address(name, tensor.data_ptr(), align)
+    address(name, tensor.data_ptr(), align, why)
     return result
 
 
@@ -118,10 +120,10 @@ def distinct(name: str, tensor: Tensor) -> None:
         room = stride * count
 
 
-def address(name: str, pointer: int, align: int = ALIGNMENT) -> None:
+def address(name: str, pointer: int, align: int = ALIGNMENT, why: str = "") -> None:
     """A base address, which is not null and aligned."""
     if pointer == 0 or pointer % align:
-        raise ArgumentError(f"{name} lies at address {pointer:#x}: expected a multiple of {align}")
+        raise ArgumentError(f"{name} lies at address {pointer:#x}: expected a multiple of {align}{why}")
 
 
 def queries(name: str, tensor: Tensor, shape: Shape, prefix: str) -> Values:
@@ -158,6 +160,7 @@ def caches(k: Tensor, v: Tensor, shape: Shape) -> Values:
     bits = KV_BITS[shape.kv_format]
     size = max(1, bits // 8)
     packed = bits < 8
+    why = f" for padded tensor maps (impl='mma' takes {ALIGNMENT})" if shape.kv_align > ALIGNMENT else ""
     row = "head_dim" + (f" * {bits} / 8" if packed else "")
     expected = (shape.page_size, shape.num_kv_heads, shape.head_dim * bits // 8 if packed else shape.head_dim)
     for name, prefix, tensor in (("k_cache", "k", k), ("v_cache", "v", v)):
@@ -168,9 +171,8 @@ def caches(k: Tensor, v: Tensor, shape: Shape) -> Values:
                 f"{name} has shape {found}: expected (num_pages, {', '.join(map(str, expected))}), "
                 f"(num_pages, page_size, num_kv_heads, {row})"
             )
-        page, key, head = (
-            step * size for step in strides(name, tensor, ("page", "row", "head", "head_dim"), align=shape.kv_align)
-        )
+        found_strides = strides(name, tensor, ("page", "row", "head", "head_dim"), align=shape.kv_align, why=why)
+        page, key, head = (step * size for step in found_strides)
         for axis, step in (("page", page), ("row", key), ("head", head)):
             if step * 8 % bits:
                 raise ArgumentError(
