@@ -29,7 +29,8 @@ ROWS_RMS = 5e-3
 """Bound on the root mean square over rows of O's relative L2 distance, whatever the implementation: a key that is left
 out, or a wrong scale, shows in every row, while P rounded to its neighbour shows in one."""
 P_ROUNDING = {"bf16": 5e-3, "e4m3": 6.5e-2}
-"""Bounds on a row's distance from attention with exact P, by element of P; nvfp4 with converted values has none."""
+"""Bounds on a row's distance from attention with exact P: with P rounded to e4m3, as `tcgen05` does with a Q of it, and
+to 16 bits. nvfp4 with converted values has none."""
 
 
 @dataclass

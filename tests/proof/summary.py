@@ -99,4 +99,4 @@ def kind(key: str) -> tuple[str, str, str]:
     """(implementation, element of P, arch)."""
     config: Any
     config, arch = parse_key(key)
-    return config.impl, config.q_dtype if config.impl == "tcgen05" else "bf16", arch
+    return config.impl, {"e4m3": "e4m3", "bf16": "f16"}[config.q_dtype] if config.impl == "tcgen05" else "bf16", arch
