@@ -8,9 +8,11 @@ Roles
     softmax    warpgroup 0. Stages Q, turns S into P, rescales O where a maximum grew, writes the results and merges
                the chunks of a split sequence.
     issuer     the first warp of the last warpgroup; one thread issues every product.
-    converters with a bf16 Q, warpgroups between those two. Widen each block of K and V to f16 in tensor memory, which
-               the products then read instead of the ring.
-    producer   its second warp. Looks pages up and keeps the ring full, one TMA box a page and 128 elements.
+    producer   the second warp of that warpgroup. Looks pages up and keeps the ring full, one TMA box a page and 128
+               elements.
+    converters the warpgroups between, if any. With a bf16 Q they widen each block of K and V to f16 in tensor memory,
+               which the products then read instead of the ring. With nvfp4 the producer fills a small ring of packed
+               tiles, and they multiply those with their scales into the ring of blocks.
 
 The ring holds blocks of 128 keys by 128 elements: K0, K1, V0, K2, V1, ... One full and one empty mbarrier each; a
 product's commit empties a stage, or the converter that has read it, and a product then empties the widened one. S, P
