@@ -138,6 +138,8 @@ def test_tensor_memory(cfg: Tcgen05Config, stages: int, columns: int, arch: Arch
         (config(head_dim=512), 6),
         (config(head_dim=512, ctas_per_sm=1), 8),
         (bf16(), 4),
+        (bf16(ctas_per_sm=1, max_kv_stages=3), 2),  # two converters take stages by turns
+        (bf16(ctas_per_sm=1, max_kv_stages=3, convert_warpgroups=1), 3),
         (config(max_kv_stages=5), 5),
         (config(max_kv_stages=6), 6),
         (config(max_kv_stages=7), 6),

@@ -267,7 +267,17 @@ class Tcgen05Config(DecodeConfig):
         and cost DRAM streaming. With 6-bit codes of head_dim 256 two stages beat every deeper ring. So it was measured
         on Thor; a chip with more bandwidth gets as many tiles as keep it busy, by `Arch.latency_bytes`, while half of
         the ring is being read (estimated: see docs/notes/estimates.md).
+
+        Warpgroups that widen take blocks by turns, and each must be served by stages of its own: one that meets a stage
+        every other time cannot tell by a barrier's parity whether the copy for the other has landed.
         """
+        depth = self._ring_room(arch)
+        if self.q_dtype == "bf16":
+            depth -= depth % self.converters
+        return depth
+
+    def _ring_room(self, arch: Arch) -> int:
+        """Ring stages wanted, as far as they fit."""
         room = (arch.smem_budget(self.ctas_per_sm) - self._beside_ring) // self.STAGE_BYTES
         if self.max_kv_stages:
             return min(self.max_kv_stages, room)
