@@ -349,3 +349,15 @@ def test_every_option_that_ships_is_a_kernel(shipped: SelectorTable) -> None:
             ]  # fmt: skip
             assert any(choice.row == 0 for choice in found), option
             assert all(isinstance(choice.config, DecodeConfig) for choice in found)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("head_dim", "kv_format"), [(64, "bf16"), (128, "fp8"), (128, "bf16"), (256, "e2m1")])
+def test_a_forced_row_tile_is_shared_out_as_the_rules_do(root: Path, arch: str, head_dim: int, kv_format: str) -> None:
+    """Rows of wider problems name narrower tiles too: with as many CTAs an SM as suit the tile that is forced."""
+    target = resolve(arch)
+    table = loads((root / f"kernel_specs/selectors/paged_decode.{arch}.json").read_bytes(), arch)
+    for group_size, tile in itertools.product((1, 17, 33, 65), (16, 32, 64)):
+        asked = Problem(head_dim=head_dim, page_size=16, kv_format=kv_format, group_size=group_size)
+        found = choose(asked, target, table=table, impl="mma", row_tile=tile).config
+        assert found == choose(asked, target, impl="mma", row_tile=tile).config, (group_size, tile)

@@ -237,10 +237,11 @@ def _mma(problem: Problem, row_tile: int | None, ctas_per_sm: int | None, pdl: b
     """
     largest = row_tile_for(problem.n_q)
     tiles = [t for t in reversed(ROW_TILES) if t <= largest] if row_tile is None else [row_tile]
-    sharing = (2, 1) if problem.head_dim <= 128 and tiles[0] == ROW_TILES[0] else (1, 2)
     config = MmaConfig(**_axes(problem), pdl=pdl, row_tile=tiles[0], ctas_per_sm=ctas_per_sm or 1).canonical()
-    for tile, ctas in itertools.product(tiles, sharing if ctas_per_sm is None else (ctas_per_sm,)):
-        yield replace(config, row_tile=tile, ctas_per_sm=ctas)
+    for tile in tiles:
+        sharing = (2, 1) if problem.head_dim <= 128 and tile == ROW_TILES[0] else (1, 2)
+        for ctas in sharing if ctas_per_sm is None else (ctas_per_sm,):
+            yield replace(config, row_tile=tile, ctas_per_sm=ctas)
 
 
 def _wgmma(problem: Problem, row_tile: int | None, ctas_per_sm: int | None, pdl: bool) -> Iterator[WgmmaConfig]:
