@@ -29,7 +29,6 @@ from cubinery.aot.ptxsim.faults import Fault
 from cubinery.aot.ptxsim.schedule import schedule as named_schedule
 from cubinery.aot.references import tolerances
 from cubinery.aot.verify import Task, subject
-from cubinery.runtime.arch import resolve
 from cubinery.runtime.bundle import Bundle
 from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import TensorMapSpec
@@ -76,18 +75,18 @@ SPLITS = (4, 17)
 """Of the second and third decode under `late`: the most that a warp merges several rows of, and over half a warp."""
 
 
-def problems(config: DecodeConfig, arch: str, schedule: str) -> list[tuple[tuple[int, ...], int]]:
+def problems(config: DecodeConfig, schedule: str) -> list[tuple[tuple[int, ...], int]]:
     """(lengths, splits) of the decodes that judge a mutant under a schedule.
 
     Two chunks of four stages of K and V go around the ring twice; the mask of several tokens reaches over the last
-    two stages. The ring of the tcgen05 kernel is part of its configuration.
+    two stages. Chunks of two tiles go around the ring of the tcgen05 kernel, and of four around its widened blocks.
     """
+    late = schedule.startswith("late")
     if isinstance(config, Tcgen05Config):
-        tiles = 2 * config.kv_stages(resolve(arch)) // config.tile_stages
-        return [((2 * max(tiles, 2) * TILE_KEYS - 40, 0, 77), 2)]
+        return [((2 * tiles * TILE_KEYS - 40, 0, 77), 2) for tiles in ((2, 4) if late else (2,))]
     assert isinstance(config, MmaConfig)
     found: list[tuple[tuple[int, ...], int]] = [((7 * config.stage_keys + 2, 0, 77), 2)]
-    if schedule.startswith("late"):
+    if late:
         found += [((splits * TILE_KEYS, 0, 77), splits) for splits in SPLITS]
     return found
 
@@ -144,7 +143,7 @@ class Decode:
             ):
                 config = called.config
                 assert isinstance(config, DecodeConfig)
-                for keys, splits in problems(config, self.arch, schedule):
+                for keys, splits in problems(config, schedule):
                     found = decode(called, keys=keys, splits=splits)
                     if not found.within(tolerances.paged_decode(config.impl, config.q_dtype)):
                         return f"far from the reference: {found}"
