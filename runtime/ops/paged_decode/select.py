@@ -11,6 +11,7 @@ import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from cubinery.runtime.arch import Arch, resolve
@@ -113,7 +114,20 @@ def _serving(option: Option, problem: Problem, arch: Arch, given: Mapping[str, A
     axes = {**_axes(problem), **own, **given}
     del axes["impl"]
     try:
-        config = CONFIGS[option.impl].from_axes(axes).canonical()
+        # With their types: 1 is no True.
+        return _fitting(option.impl, tuple((name, type(value), value) for name, value in axes.items()), arch)
+    except TypeError:  # a forced value of a type that no axis has
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _fitting(impl: str, axes: tuple[tuple[str, type, Any], ...], arch: Arch) -> DecodeConfig | None:
+    """The configuration of these axes; None where there is none within the budgets of `arch`.
+
+    Kept, since problems that differ in group size alone ask for the same one, and a build's proof asks for all.
+    """
+    try:
+        config = CONFIGS[impl].from_axes({name: value for name, _, value in axes}).canonical()
         config.check_arch(arch)
     except ConfigError:
         return None
