@@ -361,3 +361,12 @@ def test_a_forced_row_tile_is_shared_out_as_the_rules_do(root: Path, arch: str, 
         asked = Problem(head_dim=head_dim, page_size=16, kv_format=kv_format, group_size=group_size)
         found = choose(asked, target, table=table, impl="mma", row_tile=tile).config
         assert found == choose(asked, target, impl="mma", row_tile=tile).config, (group_size, tile)
+
+
+@pytest.mark.parametrize("bad", [[16], {16}, True, 16.0, "16"])
+def test_a_forced_value_of_another_type_is_refused_with_a_table_too(root: Path, bad: Any) -> None:
+    table = loads((root / "kernel_specs/selectors/paged_decode.sm_90a.json").read_bytes(), "sm_90a")
+    asked = Problem(head_dim=128, page_size=16, kv_format="fp8", group_size=4)
+    for given in (None, table):
+        with pytest.raises(ConfigError, match="row_tile"):
+            choose(asked, resolve("sm_90a"), table=given, row_tile=bad)

@@ -27,11 +27,10 @@ def descriptor(address: Int32, *, leading: int, stride: int) -> Int64:
     return Int64(address >> 4) | constant
 
 
-def _group(
-    op: str, kind: str, registers: int, a: Sequence[Any], steps: Sequence[int], *, fresh: bool, turn: int
-) -> str:
+def _group(n: int, steps: Sequence[int], *, fresh: bool, turn: int) -> str:
     """The text of a group: one product for every four registers of A, B `steps` bytes further on each."""
-    target = "{" + ", ".join(f"{{${kind}{n}}}" for n in range(registers)) + "}"
+    op = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16"
+    target = "{" + ", ".join(f"{{$w{n}}}" for n in range(n // 2)) + "}"
     text = _HEAD
     for i, offset in enumerate(steps):
         fragment = "{" + ", ".join(f"{{$r{1 + 4 * i + n}}}" for n in range(4)) + "}"
@@ -42,14 +41,13 @@ def _group(
 
 def multiply_f16(a: Sequence[Any], b: Int64, steps: Sequence[int], n: int) -> list[Float32]:
     """A B for A (64, 16 len(steps)) in registers, four for 16 columns, and K-major B of `n` columns; f16, fp32 sums."""
-    text = _group(f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16", "w", n // 2, a, steps, fresh=True, turn=0)
+    text = _group(n, steps, fresh=True, turn=0)
     return list(inline(text, write_only_types=[Float32] * (n // 2), read_only_args=[b, *a]))
 
 
 def accumulate_f16(acc: Sequence[Any], a: Sequence[Any], b: Int64, steps: Sequence[int]) -> list[Float32]:
     """acc + A B for B that is N-major (rows of K, contiguous along N); otherwise as `multiply_f16`."""
-    n, count = 2 * len(acc), len(acc)
-    text = _group(f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16", "w", count, a, steps, fresh=False, turn=1)
+    text = _group(2 * len(acc), steps, fresh=False, turn=1)
     return _inline_tied(text, acc, [b, *a], "l" + "r" * len(a))
 
 

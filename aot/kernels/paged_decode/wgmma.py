@@ -1,7 +1,7 @@
 """Paged decode with warpgroup-level MMA: Hopper, fp8 caches, many query rows a KV head.
 
 The kernel of `mma` with one role more. Its warps each widen the codes that they multiply, so four groups of 16 rows
-widen everything four times, and that is what then bounds it. Here
+widen everything four times. Here
 
     widener    one warpgroup turns tiles of e4m3 into f16 in shared memory, once for all rows
     consumers  two warpgroups multiply from there, 64 query rows each; with a row tile of 64 each has half of a

@@ -113,11 +113,12 @@ def _serving(option: Option, problem: Problem, arch: Arch, given: Mapping[str, A
         return None
     axes = {**_axes(problem), **own, **given}
     del axes["impl"]
+    typed = tuple((name, type(value), value) for name, value in axes.items())  # 1 is no True
     try:
-        # With their types: 1 is no True.
-        return _fitting(option.impl, tuple((name, type(value), value) for name, value in axes.items()), arch)
+        hash(typed)
     except TypeError:  # a forced value of a type that no axis has
         return None
+    return _fitting(option.impl, typed, arch)
 
 
 @lru_cache(maxsize=1024)
