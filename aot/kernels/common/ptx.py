@@ -484,9 +484,15 @@ def mbarrier_arrive_after_copies(barrier: Int32) -> None:
     inline("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier])
 
 
-def prefetch_tensor_map(tensor_map: Any) -> None:
-    """Bring a tensor map, which lies in the kernel's parameters, close to the copy engine."""
-    inline("prefetch.tensormap [{$r0}];", read_only_args=[tensor_map])
+def fence_async_shared() -> None:
+    """This thread's writes to shared memory become visible to products and bulk copies that it orders after them."""
+    inline("fence.proxy.async.shared::cta;")
+
+
+def prefetch_tensor_maps(*tensor_maps: Any) -> None:
+    """Bring tensor maps, which lie in the kernel's parameters, close to the copy engine; one thread is enough."""
+    for tensor_map in tensor_maps:
+        inline("prefetch.tensormap [{$r0}];", read_only_args=[tensor_map.get_ptr()])
 
 
 def tma_load_4d(

@@ -196,11 +196,3 @@ def store_words(address: Int32, words: Sequence[Uint32]) -> None:
 def wait_store() -> None:
     """Wait until this thread's stores to tensor memory have landed."""
     inline("tcgen05.wait::st.sync.aligned;")
-
-
-# -- order with the async proxy --------------------------------------------------------------------
-
-
-def fence_async_shared() -> None:
-    """This thread's writes to shared memory become visible to products and bulk copies that it orders after them."""
-    inline("fence.proxy.async.shared::cta;")

@@ -276,7 +276,8 @@ class PagedDecodeMma(MmaTile):
         c = self.config
         cute.arch.setmaxregister_decrease(self.registers[0])
         if warp == c.loading_warp:
-            self.producer.prefetch_maps(lane, k_map, v_map)
+            if lane == 0:
+                ptx.prefetch_tensor_maps(k_map, v_map)
             seq, key_begin, key_end, length = self.chunk(work, item)
             table_row = Int64(seq) * block_table_stride
             first_key = Int32(0)

@@ -15,13 +15,6 @@ class Producer(MmaTile):
     """One warp that keeps the ring full."""
 
     @cute.jit
-    def prefetch_maps(self, lane, k_map, v_map):
-        """Bring both tensor maps close to the copy engine."""
-        if lane == 0:
-            ptx.prefetch_tensor_map(k_map.get_ptr())
-            ptx.prefetch_tensor_map(v_map.get_ptr())
-
-    @cute.jit
     def produce(
         self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
         num_stages, depth, scales,

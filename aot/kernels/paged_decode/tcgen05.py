@@ -149,7 +149,8 @@ class PagedDecodeTcgen05(Tile):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         if warp == self.producer_warp:
-            self.producer.prefetch_maps(lane, k_map, v_map)
+            if lane == 0:
+                ptx.prefetch_tensor_maps(k_map, v_map)
         work_item = ptx.load_global_i32x4(work.toint() + Int64(item) * 32)
         if work_item[0] >= 0:  # a padding item writes nothing
             self.softmax.prepare(smem, tidx)

@@ -25,13 +25,6 @@ class Producer(Tile):
         return EVICT_FIRST if self.config.kv_evict_first else None
 
     @cute.jit
-    def prefetch_maps(self, lane, k_map, v_map):
-        """Bring both tensor maps close to the copy engine."""
-        if lane == 0:
-            ptx.prefetch_tensor_map(k_map.get_ptr())
-            ptx.prefetch_tensor_map(v_map.get_ptr())
-
-    @cute.jit
     def produce(
         self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, tiles, scales
     ):  # fmt: skip

@@ -10,7 +10,6 @@ import cutlass
 from cutlass import Int32, cute
 
 from cubinery.aot.kernels.common import ptx
-from cubinery.aot.kernels.common import tcgen05 as tc
 from cubinery.aot.kernels.paged_decode.tcgen05_tile import EMPTY, FULL, PACKED_EMPTY, PACKED_FULL, Tile
 from cubinery.runtime.ops.paged_decode.decode_config import NVFP4_BLOCK, TILE_KEYS
 from cubinery.runtime.ops.paged_decode.tcgen05_config import BLOCK_DIM
@@ -37,7 +36,7 @@ class Nvfp4Converter(Tile):
                 codes = buffer + block * (BLOCK_DIM // 2)
                 scales = buffer + c.packed_tx_bytes + block * (BLOCK_DIM // NVFP4_BLOCK)
                 self.convert_block(codes, scales, smem + self.ring + stage * c.STAGE_BYTES, thread)
-                tc.fence_async_shared()
+                ptx.fence_async_shared()
                 self.arrive(smem + FULL + stage * 8)
                 stage, phase = self.advance(stage, phase, self.stages)
             self.arrive(smem + PACKED_EMPTY + slot * 8)

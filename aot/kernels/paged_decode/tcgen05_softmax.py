@@ -113,7 +113,7 @@ class Softmax(Tile):
 
     def publish(self, barrier):
         """This warp has written what products will read: one arrival a warp."""
-        tc.fence_async_shared()
+        ptx.fence_async_shared()
         tc.fence_before()
         self.arrive(barrier)
 

@@ -6,7 +6,6 @@ import cutlass
 from cutlass import Int32, Uint32, cute
 
 from cubinery.aot.kernels.common import ptx
-from cubinery.aot.kernels.common.tcgen05 import fence_async_shared
 from cubinery.aot.kernels.paged_decode.mma_tile import EMPTY, FULL, WIDE_EMPTY, WIDE_FULL
 from cubinery.aot.kernels.paged_decode.wgmma_tile import WgmmaTile
 from cubinery.runtime.ops.paged_decode.wgmma_config import WIDE_STAGES
@@ -45,7 +44,7 @@ class Widener(WgmmaTile):
                 if cutlass.const_expr(which == 1):
                     if left < c.stage_keys:
                         self.clear(row, left, [wide + t for t in targets])
-                fence_async_shared()
+                ptx.fence_async_shared()
                 cute.arch.sync_warp()
                 if lane == 0:
                     ptx.mbarrier_arrive(smem + WIDE_FULL + slot * 8)
