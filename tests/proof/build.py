@@ -18,6 +18,7 @@ from cubinery.aot.spec import Gates, load_specs
 from cubinery.aot.variants import BuildItem, expand
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.errors import ConfigError
+from cubinery.runtime.families import parse_key
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 
 
@@ -34,6 +35,17 @@ def twins(specs: Sequence[Path], archs: Sequence[str]) -> list[BuildItem]:
                     key = config.key(arch.name)
                     items[key] = BuildItem(key, config, arch, Gates(), ("ptx",), item.origin)
     return [items[key] for key in sorted(items)]
+
+
+def build_keys(keys: Sequence[str], out: Path) -> None:
+    """Kernels by key and what they require, with their PTX, into bundles under `out`; the cache makes it quick."""
+    items: dict[str, BuildItem] = {}
+    for key in keys:
+        config, arch = parse_key(key)
+        for needed in (config, *config.requires()):
+            items[needed.key(arch)] = BuildItem(needed.key(arch), needed, resolve(arch), Gates(), ("ptx",), "test")
+    report = build(list(items.values()), BuildOptions(out=out))
+    assert report.ok, [(row.key, row.error) for row in report.rows]
 
 
 def main() -> int:

@@ -13,14 +13,9 @@ import pytest
 pytest.importorskip("cutlass", reason="the compiler is not installed")
 pytest.importorskip("torch", reason="the operator needs torch")
 
+from proof.build import build_keys
 from proof.campaign import SCHEDULES, Task, run, tasks
 from proof.trials import TRIALS
-
-from cubinery.aot.builder import BuildOptions, build
-from cubinery.aot.spec import Gates
-from cubinery.aot.variants import BuildItem
-from cubinery.runtime.arch import resolve
-from cubinery.runtime.families import parse_key
 
 KEYS = (
     "paged_decode-sm_90a-mma-d128-p16-kvfp8",
@@ -36,15 +31,9 @@ EVERY = 3
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels, with their PTX; the compile cache makes it quick."""
-    items: dict[str, BuildItem] = {}
-    for key in KEYS:
-        config, arch = parse_key(key)
-        for needed in (config, *config.requires()):
-            items[needed.key(arch)] = BuildItem(needed.key(arch), needed, resolve(arch), Gates(), ("ptx",), "test")
+    """The kernels, with their PTX."""
     out = tmp_path_factory.mktemp("proof")
-    report = build(list(items.values()), BuildOptions(out=out))
-    assert report.ok, [(row.key, row.error) for row in report.rows]
+    build_keys(KEYS, out)
     return out
 
 

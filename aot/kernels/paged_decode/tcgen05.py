@@ -21,8 +21,8 @@ and the maxima have two buffers, O one.
 Numerics. Scores are exact products of codes with fp32 sums. The running maximum is kept in raw score units; a row that
 sees nothing keeps m = -inf and l = 0, which gives O = 0 and LSE = -inf. P is rounded to e4m3 after a factor of 448, or
 to f16 after one of 2^15, which leave at the end; l sums it unrounded. e4m3 fits f16, in one instruction for two codes;
-a row of a bf16 Q does so once a power of two has brought its largest element to [2^14, 2^15). V past a sequence's end
-must be finite in pages that hold its last keys, since P = 0 there does not undo a NaN.
+a row of a bf16 Q does so once a power of two has brought its largest element to [2^14, 2^15). Of a cache that can hold
+NaN nothing past a sequence's end enters a tile: see `Tile.keys_end_page`.
 """
 
 from __future__ import annotations

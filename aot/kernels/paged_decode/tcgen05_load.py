@@ -53,7 +53,18 @@ class Producer(Tile):
         """K or V of the tile that begins at `key`; returns the next stage and its phase."""
         if self.config.packed_stages:
             return self.load_packed(smem, lane, place, source, key, stage, phase)
-        return self.load_blocks(smem, lane, source, stage, phase)
+        row = self.first_row(place[3], key + lane * self.config.page_size)
+        return self.load_blocks(smem, lane, source, row, stage, phase)
+
+    def first_row(self, key_end, first):
+        """Row at which the box of the page begins whose first key is `first`: below 0 where not all rows have keys.
+
+        So zeros take the place of rows past the end, and come first. Only a sequence's last page is meant: chunks end
+        where tiles do, or sequences; and past a chunk pages are out of bounds whatever the row.
+        """
+        if not self.keys_end_page:
+            return Int32(0)
+        return cutlass.min(key_end - first - self.config.page_size, 0)
 
     @cute.jit
     def load_packed(self, smem, lane, place, source, key, slot, phase):
@@ -63,9 +74,10 @@ class Producer(Tile):
         for part in cutlass.range(self.blocks // c.packed_blocks, unroll=1):
             full = smem + PACKED_FULL + slot * 8
             ptx.mbarrier_wait(smem + PACKED_EMPTY + slot * 8, phase)
+            # Boxes and scales of other lanes may land first: until lane 0 arrives, the phase cannot end. Every lane has
+            # waited for the slot itself.
             if lane == 0:
                 ptx.mbarrier_arrive_expect_tx(full, c.packed_tx_bytes)
-            cute.arch.sync_warp()
             buffer = smem + self.packed + slot * c.packed_stage_bytes
             if lane < self.page_boxes:
                 coordinates = (part * c.packed_row_bytes, Int32(0), head, page)
@@ -81,19 +93,18 @@ class Producer(Tile):
         return slot, phase
 
     @cute.jit
-    def load_blocks(self, smem, lane, source, stage, phase):
-        """A tile's blocks straight into the ring."""
+    def load_blocks(self, smem, lane, source, row, stage, phase):
+        """A tile's blocks straight into the ring; `row` is where this lane's boxes begin."""
         c = self.config
         tensor_map, head, page, _ = source
         for block in cutlass.range(self.blocks, unroll=1):
             full = smem + FULL + stage * 8
             ptx.mbarrier_wait(smem + EMPTY + stage * 8, phase)
-            if lane == 0:
+            if lane == 0:  # maybe after boxes of other lanes: see `load_packed`
                 ptx.mbarrier_arrive_expect_tx(full, c.stage_tx_bytes)
-            cute.arch.sync_warp()
             if lane < self.page_boxes:
                 target = smem + self.ring + stage * c.STAGE_BYTES + lane * (c.page_size * BLOCK_DIM)
-                coordinates = (block * BLOCK_DIM, Int32(0), head, page)
+                coordinates = (block * BLOCK_DIM, row, head, page)
                 ptx.tma_load_4d(target, tensor_map.get_ptr(), coordinates, full, self.policy)
             stage, phase = self.advance(stage, phase, self.stages)
         return stage, phase

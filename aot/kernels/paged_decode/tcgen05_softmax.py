@@ -22,6 +22,7 @@ from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common import tcgen05 as tc
 from cubinery.aot.kernels.paged_decode.constants import NEG_INF
 from cubinery.aot.kernels.paged_decode.tcgen05_tile import (
+    ITEM,
     LIMITS,
     MAXIMA,
     O_DONE,
@@ -191,13 +192,27 @@ class Softmax(Tile):
     def mask(self, smem, lane, key, scores):
         """-inf where a row does not see a key."""
         rows = [list(row) for row in scores]
+        keys = self.keys_at(smem, [key + 8 * n for n in range(len(rows))])
         for group in range(self.columns // 2):
             limits = ptx.load_shared_i32x2(smem + LIMITS + (8 * group + lane % 4 * 2) * 4)
             for n, row in enumerate(rows):
                 for e, limit in enumerate(limits):
                     column = 2 * group + e
-                    row[column] = cutlass.select_(key + 8 * n < limit, row[column], Float32(NEG_INF))
+                    row[column] = cutlass.select_(keys[n] < limit, row[column], Float32(NEG_INF))
         return rows
+
+    def keys_at(self, smem, places):
+        """The keys that lie at these places of a chunk, counted as keys are; the chunk's end where there is none.
+
+        They differ in the page of a sequence's end alone: see `Tile.keys_end_page`.
+        """
+        if not self.keys_end_page:
+            return places
+        key_end = ptx.load_shared_i32(smem + ITEM + 8)
+        first = key_end & -self.config.page_size  # of that page; no place of the chunk where pages are full
+        blank = -key_end & (self.config.page_size - 1)  # its rows without a key, which come first
+        keys = [cutlass.select_(place - blank < first, key_end, place - blank) for place in places]
+        return [cutlass.select_(place < first, place, key) for place, key in zip(places, keys, strict=True)]
 
     def largest(self, values):
         found = values[0]

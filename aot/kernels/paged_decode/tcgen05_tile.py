@@ -60,6 +60,12 @@ class Tile:
         self.ring = self.packed + config.packed_stages * config.packed_stage_bytes
         self.widens = config.q_dtype == "bf16"
         """Whether K and V reach the tensor core as f16 in tensor memory, K-major both."""
+        self.keys_end_page = config.kv_format == "fp8"
+        """Whether the keys of a sequence's last page lie at the end of the page's place in a tile, behind zeros.
+
+        TMA then brings nothing from past the sequence's end, where memory may hold NaN: P = 0 does not undo a NaN of
+        V. Codes below 8 bits have none, and nvfp4 gets scales of zero there.
+        """
         self.wide_stages = config.convert_stages(arch)
         self.kind = "f16" if self.widens else "f8f6f4"
         kv = "e4m3" if config.kv_format in ("fp8", "nvfp4") else config.kv_format

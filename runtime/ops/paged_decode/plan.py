@@ -234,7 +234,7 @@ class Plan:
           layout (see `layouts.kv_views`), strides in multiples of 16 bytes. fp8 caches are float8_e4m3fn or
           uint8 codes; formats below 8 bits are uint8 with packed rows, head_dim * bits / 8 bytes (see
           `formats.pack`), and 6-bit ones have strides in multiples of 48 bytes; those that `tcgen05` reads lie on 32
-          bytes. It also wants V finite past a sequence's end, in the page of its last key.
+          bytes. What lies past a sequence's end, in the page of its last key, does not matter.
         - `block_table`: int32 (num_seqs, max_blocks). Entries at and past a sequence's end are never read, nor are
           those before its window; `check_block_table` checks all others on the host, which waits for the device.
         - descales: None (1), a number, or fp32 tensors of 1 element, (num_kv_heads,) or (num_seqs,
