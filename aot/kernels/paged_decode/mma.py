@@ -45,7 +45,7 @@ from cubinery.aot.kernels.paged_decode.mma_tile import (
     EMPTY,
     FULL,
     IS_LAST,
-    ITEM_END,
+    ITEM,
     OUT_SCALE,
     MmaTile,
 )
@@ -192,6 +192,13 @@ class PagedDecodeMma(MmaTile):
         if cutlass.const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+        if warp == c.loading_warp:
+            if lane == 0:
+                ptx.prefetch_tensor_maps(k_map, v_map)
+            # Fetched while barriers are made, for every role.
+            if lane < 2:
+                half = lane * 16
+                ptx.store_shared_v4(smem + ITEM + half, ptx.load_global_i32x4(work.toint() + Int64(item) * 32 + half))
         if warp == 0:
             if lane < self.stages:
                 ptx.mbarrier_init(smem + FULL + lane * 8, 33 if c.scale_bytes else 1)  # scales: each lane
@@ -200,25 +207,25 @@ class PagedDecodeMma(MmaTile):
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        # Each role looks its work item up for itself: nothing but indices lives across the split of registers.
+        # Each role reads its work item for itself: nothing but indices lives across the split of registers.
         if warp >= c.consumer_warps:
             if cutlass.const_expr(c.widening_warps):
                 if warp < c.loading_warp:
-                    seq, key_begin, key_end, length = self.chunk(work, item)
+                    seq, key_begin, key_end, length = ptx.load_shared_i32x4(smem + ITEM)
                     self.widen(smem, tidx, self.num_stages(key_begin, key_end), ring_depth, length - key_begin)
                 else:
                     self.load(
-                        smem, warp, lane, k_map, v_map, block_table, work, item, head, num_pages, ring_depth,
+                        smem, warp, lane, k_map, v_map, block_table, head, num_pages, ring_depth,
                         block_table_stride, n_q, window, q_lens, scales,
                     )  # fmt: skip
             else:
                 self.load(
-                    smem, warp, lane, k_map, v_map, block_table, work, item, head, num_pages, ring_depth,
-                    block_table_stride, n_q, window, q_lens, scales,
+                    smem, warp, lane, k_map, v_map, block_table, head, num_pages, ring_depth, block_table_stride,
+                    n_q, window, q_lens, scales,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            seq, key_begin, key_end, length = self.chunk(work, item)
+            seq, key_begin, key_end, length = ptx.load_shared_i32x4(smem + ITEM)
             if seq >= 0:  # a padding item writes nothing
                 row_block, _, _ = cute.arch.block_idx()
                 row0 = row_block * c.row_tile
@@ -228,11 +235,6 @@ class PagedDecodeMma(MmaTile):
                     * load_f32(q_descale, Int64(seq) * q_descale_seq + head * q_descale_head)
                     * load_f32(k_descale, Int64(seq) * k_descale_seq + head * k_descale_head)
                 )
-                # What only the end needs is fetched now and kept out of registers.
-                if tidx == 0:
-                    ptx.store_shared_v4(smem + ITEM_END, (*self.schedule(work, item), seq))
-                    out_scale = load_f32(v_descale, Int64(seq) * v_descale_seq + head * v_descale_head)
-                    ptx.store_shared_f32(smem + OUT_SCALE, out_scale)
                 # Without a causal mask or a window every key of the chunk is visible to every row.
                 length = length if cutlass.const_expr(c.q_len > 1 or c.window) else key_end
                 tokens = self.mask.tokens(q_lens, seq, n_q)
@@ -241,12 +243,17 @@ class PagedDecodeMma(MmaTile):
                     is_first = self.mask.first_item(length, window, key_begin)
                     self.mask.stage_sinks(smem, tidx, sinks, head, group_size, row0, live_rows, is_first)
                 self.consumer.stage_q(smem, warp, lane, q_base, row0, live_rows, group_size, q_token, q_head)
+                # What only the end needs is fetched now and kept out of registers.
+                if tidx == 0:
+                    out_scale = load_f32(v_descale, Int64(seq) * v_descale_seq + head * v_descale_head)
+                    ptx.store_shared_f32(smem + OUT_SCALE, out_scale)
                 self.sync_consumers()
                 place = self.consumer.consume(
                     smem, warp, lane, row0, group_size, (length, tokens, window), softcap, key_begin,
                     self.num_stages(key_begin, key_end), ring_depth, score_scale,
                 )  # fmt: skip
-                slot, n_splits, first_slot, seq = ptx.load_shared_i32x4(smem + ITEM_END)
+                seq, _, _, _ = ptx.load_shared_i32x4(smem + ITEM)
+                slot, n_splits, first_slot, _ = ptx.load_shared_i32x4(smem + ITEM + 16)
                 self.epilogue.merge_slices(smem, lane, *place)
                 self.epilogue.finish_rows(smem, tidx, score_scale, softcap, live_rows - row0)
 
@@ -269,16 +276,14 @@ class PagedDecodeMma(MmaTile):
 
     @cute.jit
     def load(
-        self, smem, warp, lane, k_map, v_map, block_table, work, item, head, num_pages, ring_depth, block_table_stride,
-        n_q, window, q_lens, scales,
+        self, smem, warp, lane, k_map, v_map, block_table, head, num_pages, ring_depth, block_table_stride, n_q, window,
+        q_lens, scales,
     ):  # fmt: skip
         """The loading warpgroup: its first warp keeps the ring full."""
         c = self.config
         cute.arch.setmaxregister_decrease(self.registers[0])
         if warp == c.loading_warp:
-            if lane == 0:
-                ptx.prefetch_tensor_maps(k_map, v_map)
-            seq, key_begin, key_end, length = self.chunk(work, item)
+            seq, key_begin, key_end, length = ptx.load_shared_i32x4(smem + ITEM)
             table_row = Int64(seq) * block_table_stride
             first_key = Int32(0)
             if cutlass.const_expr(c.window):
@@ -296,14 +301,6 @@ class PagedDecodeMma(MmaTile):
 
     def widen(self, smem, tidx, num_stages, depth, num_keys):
         """What such warps do."""
-
-    def chunk(self, work, item):
-        """(sequence, first key, end key, keys of the sequence): see `SplitPlan.device_work`."""
-        return ptx.load_global_i32x4(work.toint() + Int64(item) * 32)
-
-    def schedule(self, work, item):
-        """(partial slot, chunks of the sequence, its first partial slot): see `SplitPlan.device_work`."""
-        return ptx.load_global_i32x4(work.toint() + Int64(item) * 32 + 16)[:3]
 
     def num_stages(self, key_begin, key_end):
         """Ring stages of K (and of V) that hold the keys of a work item."""

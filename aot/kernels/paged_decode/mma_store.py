@@ -108,35 +108,41 @@ class Epilogue(MmaTile):
 
     @cute.jit
     def store_o(self, smem, tidx, row0, n_q, group_size, scale_o, is_split, target, part):
-        """Sum the key slices of the merge buffer and write O rows, four columns a thread, coalesced."""
+        """Sum the key slices of the merge buffer and write O rows, four columns a thread, coalesced.
+
+        Loops end with the live rows and are not unrolled: this code runs once a launch, and comes from memory.
+        """
         c = self.config
-        o_base, o_token, o_head, _, _ = target
-        o_partial, _, _, part_row = part
         vectors = c.head_dim // 4
+        live = cutlass.min(n_q - row0, c.row_tile) * vectors
         out_scale = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0 ** (self.format.v_log2 - self.p_log2_scale)
-        for i in cutlass.range(c.row_tile * vectors // self.consumer_threads, unroll=4):
-            index = tidx + i * self.consumer_threads
-            row = index // vectors
-            column = index % vectors
-            n = row0 + row
-            if n < n_q:
-                source = smem + self.ring + row * (self.o_pad * 4) + self.format.merge_offset(column * 4)
-                values = ptx.load_shared_f32x4(source)
-                for k in cutlass.range_constexpr(1, c.key_warps):
-                    more = ptx.load_shared_f32x4(source + k * (c.row_tile * self.o_pad * 4))
-                    values = [x + y for x, y in zip(values, more, strict=True)]
-                factor = out_scale
-                if cutlass.const_expr(c.sinks):
-                    factor = factor * ptx.load_shared_f32(smem + ROW_SCALE + row * 4)
-                if is_split:
-                    values = [x * factor for x in values]
-                    address = o_partial.toint() + ((part_row + n) * c.head_dim + column * 4) * 4
-                    ptx.store_global_f32x4(address, values)
-                else:
-                    _, total = ptx.load_shared_f32x2(smem + ROW_RESULT + row * 8)
-                    factor = cutlass.select_(total == 0.0, Float32(0.0), factor * scale_o / total)
-                    values = [x * factor for x in values]
-                    token = n // group_size
-                    address = o_base + (Int64(token) * o_token + Int64(n - token * group_size) * o_head) * 2
-                    pairs = [ptx.pack_f32x2("bf16", values[e], values[e + 1]) for e in (0, 2)]
-                    ptx.store_global_v2(address + column * 8, pairs)
+        if is_split:
+            o_partial, _, _, part_row = part
+            base = o_partial.toint() + (part_row + row0) * (c.head_dim * 4)
+            for index in cutlass.range(tidx, live, self.consumer_threads, unroll=1):
+                values = self.row_part(smem, index // vectors, index % vectors, out_scale)
+                ptx.store_global_f32x4(base + index * 16, values)
+        else:
+            o_base, o_token, o_head, _, _ = target
+            for index in cutlass.range(tidx, live, self.consumer_threads, unroll=1):
+                row = index // vectors
+                _, total = ptx.load_shared_f32x2(smem + ROW_RESULT + row * 8)
+                factor = cutlass.select_(total == 0.0, Float32(0.0), out_scale * scale_o / total)
+                values = self.row_part(smem, row, index % vectors, factor)
+                n = row0 + row
+                token = n // group_size
+                address = o_base + (Int64(token) * o_token + Int64(n - token * group_size) * o_head) * 2
+                pairs = [ptx.pack_f32x2("bf16", values[e], values[e + 1]) for e in (0, 2)]
+                ptx.store_global_v2(address + index % vectors * 8, pairs)
+
+    def row_part(self, smem, row, vector, factor):
+        """Four columns of a row, summed over the key slices, times `factor` and what a sink leaves."""
+        c = self.config
+        source = smem + self.ring + row * (self.o_pad * 4) + self.format.merge_offset(vector * 4)
+        values = ptx.load_shared_f32x4(source)
+        for k in range(1, c.key_warps):
+            more = ptx.load_shared_f32x4(source + k * (c.row_tile * self.o_pad * 4))
+            values = [x + y for x, y in zip(values, more, strict=True)]
+        if c.sinks:
+            factor = factor * ptx.load_shared_f32(smem + ROW_SCALE + row * 4)
+        return [x * factor for x in values]

@@ -15,13 +15,13 @@ __all__ = ["LOG2E", "NEG_INF", "TINY", "MmaTile"]
 
 # Byte offsets in the fixed part of shared memory.
 FULL, EMPTY = 0, 128  # MOST_STAGES mbarriers each
-ITEM_END = 96  # int32 [4]: partial slot, chunks of the sequence, its first slot, sequence: kept out of registers
-OUT_SCALE = 112  # fp32: v_descale, fetched early for the same reason
+OUT_SCALE = 112  # fp32: v_descale, fetched early and kept out of registers too
 IS_LAST = 116  # int32: whether this CTA finished a sequence's last chunk
 ROW_SCALE = 256  # fp32 [row_tile]: factor that undoes the scaling of Q; at the end what a sink leaves of O
 ROW_RESULT = 768  # fp32 [row_tile][2]: a row's sink; at the end the chunk's m, in units of the LSE, and l
 ROW_STATS = 1792  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice
 WIDE_FULL, WIDE_EMPTY = 2816, 2880  # mbarriers of widened tiles, where there are any
+ITEM = 2944  # int32 [8]: the work item, as `SplitPlan.device_work` has it; kept out of registers
 CONSUMER_BARRIER = 1
 
 

@@ -83,10 +83,7 @@ class SplitMerge:
             for batch in cutlass.range((n_splits + 31) // 32, unroll=1):
                 split0 = batch * 32
                 # Requested before the weights are known: one round trip to memory instead of two.
-                ahead = [
-                    [self.load_o(o_partial, first, rows, lane, split0 + j, n_splits) for j in range(depth)]
-                    for first in firsts
-                ]
+                ahead = [self.load_os(o_partial, first, rows, lane, split0, n_splits, depth) for first in firsts]
                 ms = [self.load_stat(m_partial, first, rows, split0 + lane, n_splits, NEG_INF) for first in firsts]
                 ls = [self.load_stat(l_partial, first, rows, split0 + lane, n_splits, 0.0) for first in firsts]
                 for r in cutlass.range_constexpr(count):
@@ -106,10 +103,7 @@ class SplitMerge:
                     for group in cutlass.range_constexpr(1, batch_size // depth):
                         if split0 + group * depth < n_splits:
                             j0 = group * depth
-                            values = [
-                                self.load_o(o_partial, firsts[r], rows, lane, split0 + j0 + j, n_splits)
-                                for j in range(depth)
-                            ]
+                            values = self.load_os(o_partial, firsts[r], rows, lane, split0 + j0, n_splits, depth)
                             accs[r] = self.add(accs[r], values, weight, j0)
             for r in cutlass.range_constexpr(count):
                 n = n0 + r
@@ -155,13 +149,23 @@ class SplitMerge:
             acc = [x + weight * y for x, y in zip(acc, row, strict=True)]
         return acc
 
+    def load_os(self, o_partial, first, rows, lane, split0, n_splits, count):
+        """This lane's columns of a row in `count` splits, zeros past the last split and in lanes without columns."""
+        row_bytes = self.head_dim * 4
+        address = o_partial.toint() + (first + Int64(split0) * rows) * row_bytes + lane * 16
+        stride = Int64(rows) * row_bytes
+        left = cutlass.select_(lane < self.lanes, n_splits - split0, Int32(0))
+        found = []
+        for j in range(count):
+            found.append(self.load_o(address, left > j))
+            address = address + stride
+        return found
+
     @cute.jit
-    def load_o(self, o_partial, first, rows, lane, split, n_splits):
-        """This lane's columns of one split's row, zeros past the last split and in lanes without columns."""
+    def load_o(self, address, wanted):
+        """This lane's columns of one row, or zeros."""
         values = [Float32(0.0)] * self.columns
-        if (split < n_splits) & (lane < self.lanes):
-            row = first + Int64(split) * rows
-            address = o_partial.toint() + (row * self.head_dim + lane * 4) * 4
+        if wanted:
             values = [x for v in range(self.columns // 4) for x in ptx.load_global_f32x4(address + v * 512)]
         return values
 
