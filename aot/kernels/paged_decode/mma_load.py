@@ -59,6 +59,9 @@ class Producer(MmaTile):
                     ptx.mbarrier_arrive_after_copies(full)
                 stage, phase = self.advance(stage, phase, depth)
             page = next_page
+            # A lane that issues no box holds nothing up. Left behind by two turns of the ring it would wait for a
+            # parity that has come and gone.
+            cute.arch.sync_warp()
 
     @cute.jit
     def look_up(self, block_table, table_row, num_pages, first_key, key_end, key):
