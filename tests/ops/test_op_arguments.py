@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import timeit
 import weakref
@@ -22,6 +23,7 @@ from cubinery.runtime.errors import (
     CaptureError,
     ConfigError,
     CubineryError,
+    ForkError,
     KernelNotFoundError,
     PlanError,
 )
@@ -424,6 +426,25 @@ def test_kept_launches_are_bounded(made: tuple[Plan, FakeDriver], p: Problem, mo
         held.append(p.k.clone())
         plan.run(p.q, held[-1], p.v, p.table)
     assert len(plan._calls) == 3
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of threads, which the child leaves alone
+def test_a_child_of_a_fork_refuses_a_run_that_its_parent_repeated(made: tuple[Plan, FakeDriver], p: Problem) -> None:
+    """A repeated run looks at nothing else that would tell, and CUDA does not survive a fork."""
+    plan, driver = made
+    out, lse = plan.run(*p.tensors)
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            plan.run(*p.tensors, out=out, lse=lse)
+        except ForkError:
+            code = len(driver.launches)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    plan.run(*p.tensors, out=out, lse=lse)  # the parent goes on
+    assert len(driver.launches) == 2
 
 
 def test_a_plan_holds_no_tensor_of_its_caller(made: tuple[Plan, FakeDriver], p: Problem) -> None:

@@ -341,6 +341,8 @@ def test_the_simulated_grid() -> None:
         ([3, -1], "seq_lens[1] = -1: expected 0 to 2147483520"),
         ([3, 2**31 - 1], "seq_lens[1] = 2147483647: expected 0 to 2147483520"),
         ([2**40], f"seq_lens[0] = {2**40}: expected 0 to"),
+        (np.array([5, 2**63 + 7], np.uint64), f"seq_lens[1] = {2**63 + 7}: expected 0 to"),
+        (np.array([9, 2, -3, 4], ">i2")[::2], "seq_lens[1] = -3: expected 0 to"),
     ],
 )
 def test_bad_lengths(seq_lens: Any, message: str) -> None:
@@ -367,6 +369,7 @@ def test_the_longest_sequence_is_planned() -> None:
         ({"max_splits": 0}, "max_splits = 0: expected an integer of at least 1"),
         ({"max_splits": 1025}, "max_splits = 1025: expected at most 1024"),
         ({"max_splits": 1.5}, "max_splits = 1.5: expected an integer of at least 1"),
+        ({"max_splits": [2]}, "max_splits = [2]: expected an integer of at least 1"),
         ({"pad_to": "9"}, "pad_to = '9': expected an integer of at least 0"),
         ({"min_chunk_tiles": True}, "min_chunk_tiles = True: expected an integer of at least 1"),
         ({"force_splits": -1}, "force_splits = -1: expected an integer of at least 0"),
@@ -380,6 +383,15 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError) as error:
         h200([300, 300, 300], 1, **options)
     assert message in str(error.value)
+
+
+def test_options_that_equal_good_ones_are_refused_after_these() -> None:
+    """What passed once is not checked again; True and 1.0 equal 1, and have its hash."""
+    h200([300, 300], 1, min_chunk_tiles=1)
+    for bad in (True, 1.0, np.True_, np.float32(1)):
+        with pytest.raises(PlanError, match=r"min_chunk_tiles = .*: expected an integer of at least 1"):
+            h200([300, 300], 1, min_chunk_tiles=bad)
+    assert (h200([300, 300], 1, min_chunk_tiles=np.int64(1)).work == h200([300, 300], 1).work).all()
 
 
 def test_a_plan_beyond_the_grid_is_refused() -> None:

@@ -6,7 +6,7 @@ Tensors are used by their attributes alone, so torch is not imported here.
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 from cubinery.runtime.kernel import BoundLaunch, Kernel
 from cubinery.runtime.ops.paged_decode.tensors import Values
@@ -16,28 +16,31 @@ def _nothing() -> None:
     """Stands in for the weak reference to an argument that was not given."""
 
 
+Known = tuple[Any, ...]
+"""What `Plan.run` compares its arguments with, and then launches; a tuple, as that unpacks faster than attributes are
+looked up: weak references to Q, K, V, the block table, O, LSE and the workspace, then their addresses, softmax_scale,
+out_scale, whether there are no descales, sinks, q_lens or block scales, the call, and its launch on a stream."""
+
+Recent = dict[int, Known]
+"""By the id of K, which may be another tensor's by now."""
+
+UNKNOWN: Known = (object,) * 7 + (None,) * 12
+"""Stands for arguments that no run had: equal to none."""
+
+_CALL = -2
+"""Where the call stands in what is known of it."""
+
+
 class Call:
     """The bound launches of one layer, and the arguments that they were bound from."""
 
-    UNKNOWN: ClassVar[Call]
-    """The call of arguments that no run had: equal to none."""
-
-    __slots__ = (
-        "_held", "_k_id", "_others", "decode", "enqueue", "known", "out_scale", "plain", "softmax_scale", "table_keys",
-    )  # fmt: skip
+    __slots__ = ("_held", "_k_id", "_others", "decode", "table_keys")
 
     def __init__(self, kernel: Kernel, values: Values) -> None:
         self.decode: BoundLaunch = kernel.bind(pick(kernel, values))
-        self.enqueue = self.decode.enqueue
         self._held: list[tuple[Any, int | None]] = []
         self._others: list[tuple[Any, int | None]] = []
         self._k_id = 0
-        self.known: tuple[Any, ...] = ()
-        """Weak references to Q, K, V, the block table, O, LSE and the workspace, then their addresses."""
-        self.softmax_scale: float | None = None
-        self.out_scale = 1.0
-        self.plain = True
-        """No descales, sinks, q_lens or block scales."""
         self.table_keys = 0
         """Keys that a row of the block table has room for."""
 
@@ -45,23 +48,23 @@ class Call:
         """Pack again what differs; `values` may be some of all."""
         self.decode.update(**values)
 
-    def remember(self, given: tuple[Any, ...], scales: tuple[Any, Any], recent: dict[int, Call]) -> None:
+    def remember(self, given: tuple[Any, ...], scales: tuple[Any, Any], recent: Recent) -> None:
         """Note these arguments, and enter this call in `recent` by the id of K."""
         self.forget(recent)
         # Numbers are kept; tensors are not, they belong to the caller.
         self._held = [(weakref.ref(x), x.data_ptr()) if hasattr(x, "data_ptr") else (x, None) for x in given]
         always = (*self._held[:4], *self._held[7:10])
         references = [_nothing if pointer is None else reference for reference, pointer in always]
-        self.known = (*references, *(pointer for _, pointer in always))
-        self.softmax_scale, self.out_scale = scales
         self._others = [*self._held[4:7], *self._held[10:]]
-        self.plain = all(held is None for held, _ in self._others)
+        plain = all(held is None for held, _ in self._others)
         self._k_id = id(given[1])
-        recent[self._k_id] = self
+        recent[self._k_id] = (
+            *references, *(pointer for _, pointer in always), *scales, plain, self, self.decode.enqueue,
+        )  # fmt: skip
 
-    def forget(self, recent: dict[int, Call]) -> None:
+    def forget(self, recent: Recent) -> None:
         """Leave `recent`."""
-        if recent.get(self._k_id) is self:
+        if recent.get(self._k_id, UNKNOWN)[_CALL] is self:
             del recent[self._k_id]
 
     def same(self, given: tuple[Any, ...]) -> list[bool]:
@@ -71,10 +74,6 @@ class Call:
     def same_others(self, given: tuple[Any, ...]) -> bool:
         """Whether descales, sinks, q_lens and block scales are the ones that were remembered, where they were."""
         return all(_is(x, *held) for x, held in zip(given, self._others, strict=True))
-
-
-Call.UNKNOWN = Call.__new__(Call)
-Call.UNKNOWN.known = (object,) * 7 + (None,) * 7
 
 
 def _is(x: Any, held: Any, pointer: int | None) -> bool:

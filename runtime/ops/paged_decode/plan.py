@@ -5,6 +5,7 @@ Imported by op.py alone, after torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch  # noqa: TID253 - only op.py imports this module
 from cubinery.runtime import process
 from cubinery.runtime.errors import ArgumentError, CaptureError, PlanError
 from cubinery.runtime.ops.paged_decode import tensors
-from cubinery.runtime.ops.paged_decode.calls import Call
+from cubinery.runtime.ops.paged_decode.calls import UNKNOWN, Call, Recent
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
 from cubinery.runtime.ops.paged_decode.planner import SplitPlan, host_lengths
@@ -47,7 +48,7 @@ class Plan:
         """Use `PagedDecode.plan`."""
         self.decode, self.config = decode, config
         self._driver = decode.library.driver
-        self._generation = process.generation
+        self._generation, self._alive = process.generation, process.alive
         self._check_not_capturing("plan", stream)
         self.shape = tensors.Shape(
             len(lengths), decode.q_len, num_q_heads, num_kv_heads, decode.head_dim, decode.page_size,
@@ -69,9 +70,9 @@ class Plan:
         # Those of the first workspace are made here, so that its first run may be captured.
         self._spare = [self._make_counters(stream)] if self._splits_some else []
         self._ordered = -1  # the stream that last ran, known to follow the upload
-        self._current = current_stream(decode.torch_device)
+        self._current, self._current_of = current_stream(decode.torch_device)
         self._calls: dict[tuple[int, int], Call] = {}  # by the addresses of K and V
-        self._recent: dict[int, Call] = {}  # by the id of K, which may be another tensor's by now
+        self._recent: Recent = {}
         self._device_planner: DevicePlanner | None = None
         self._workspace: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
@@ -257,13 +258,14 @@ class Plan:
         With `out`, `lse` and `workspace` given it allocates, copies and waits for nothing. Rows that see no
         key give 0, and an LSE of -inf or their sink. Raises ArgumentError before anything is launched.
         """
-        raw = self._current() if stream is None else raw_stream(self.decode.torch_device, stream)
+        raw = self._current(self._current_of) if stream is None else raw_stream(self.decode.torch_device, stream)
         # The launches of an earlier run with these very objects need no second look: a weak reference that still gives
-        # an object gives the same one (None: it died), and the addresses say that nobody gave it other memory.
-        call = self._recent.get(id(k_cache), Call.UNKNOWN)
+        # an object gives the same one (None: it died), and the addresses say that nobody gave it other memory. Written
+        # out, as this is all that a repeated run costs (docs/notes/host_time.md).
         (
             q_, k_, v_, table_, out_, lse_, workspace_, q_at, k_at, v_at, table_at, out_at, lse_at, workspace_at,
-        ) = call.known  # fmt: skip
+            known_softmax_scale, known_out_scale, plain, call, enqueue,
+        ) = self._recent.get(id(k_cache), UNKNOWN)  # fmt: skip
         if (
             k_() is not k_cache
             or q_() is not q
@@ -281,12 +283,18 @@ class Plan:
             or out.data_ptr() != out_at
             or lse.data_ptr() != lse_at
             or (None if workspace is None else workspace.data_ptr()) != workspace_at
-            or call.softmax_scale != softmax_scale
-            or call.out_scale != out_scale
+            or (softmax_scale is not known_softmax_scale and softmax_scale != known_softmax_scale)
+            or (out_scale is not known_out_scale and out_scale != known_out_scale)
             or check_block_table
             or (
-                not (q_descale is k_descale is v_descale is sinks is q_lens is k_scales is v_scales is None)
-                if call.plain
+                q_descale is not None
+                or k_descale is not None
+                or v_descale is not None
+                or sinks is not None
+                or q_lens is not None
+                or k_scales is not None
+                or v_scales is not None
+                if plain
                 else not call.same_others((q_descale, k_descale, v_descale, sinks, q_lens, k_scales, v_scales))
             )
         ):
@@ -294,20 +302,20 @@ class Plan:
                 q, k_cache, v_cache, block_table, q_descale, k_descale, v_descale, out, lse, workspace, sinks, q_lens,
                 k_scales, v_scales,
             )  # fmt: skip
-            call, out, lse = self._bind(given, (softmax_scale, out_scale), raw, check_block_table)
+            enqueue, out, lse = self._bind(given, (softmax_scale, out_scale), raw, check_block_table)
         if raw != self._ordered:
             self._order(raw)
-        if self._generation != process.generation:
+        if not self._alive:
             process.check(self._generation, repr(self))
-        call.enqueue(raw)
+        enqueue(raw)
         return out, lse
 
     # -- inside --------------------------------------------------------------------------------
 
     def _bind(
         self, given: tuple[Any, ...], scales: tuple[Any, ...], raw: int, check_block_table: bool
-    ) -> tuple[Call, torch.Tensor, torch.Tensor]:
-        """Check every argument that changed, allocate what was not given, and pack the launches."""
+    ) -> tuple[Callable[[int], None], torch.Tensor, torch.Tensor]:
+        """Check every argument that changed, allocate what was not given, and pack the launches: (launch, out, lse)."""
         q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace, sinks, q_lens, k_scales, v_scales = given
         shape, device = self.shape, self.decode.torch_device
         dense = all(isinstance(x, torch.Tensor) and x.layout == torch.strided for x in (k, v))
@@ -364,7 +372,7 @@ class Plan:
                 raise
         call.remember((*given[:7], out, lse, *given[9:]), scales, self._recent)
         call.table_keys = table.shape[1] * shape.page_size
-        return call, out, lse
+        return call.decode.enqueue, out, lse
 
     def _scales(self, scales: tuple[Any, ...], descales: tuple[Any, ...]) -> tensors.Values:
         """The two scale parameters. Descales that are numbers join the one that they multiply."""

@@ -14,6 +14,7 @@ alone, so that a planner on the device can give the same answer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -50,6 +51,8 @@ SPLIT_COST = 2
 """Merging one more chunk of the most finely cut sequence."""
 
 _TILE_SHIFT = TILE_KEYS.bit_length() - 1
+_TO_KEYS = np.array([1, TILE_KEYS, TILE_KEYS], np.int32)
+"""What sequence, first tile and end tile are multiplied by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +89,20 @@ class SplitPlan:
         sequence; partial slot, items of the sequence (the result of a single one goes straight to O), its first
         partial slot, and 0.
         """
-        columns = np.zeros((8, self.num_work), np.int32)
-        seq, begin, end, keys, slot, counts, first = columns[:7]
-        seq[:], begin[:], end[:], slot[:] = self.work.T
-        lengths.take(seq, out=keys)
-        begin *= TILE_KEYS
-        end *= TILE_KEYS
-        np.minimum(end, keys, out=end)
+        entries = np.zeros((self.num_work, 8), np.int32)
+        seq = self.work[:, 0]
+        keys = lengths.take(seq)
+        np.multiply(self.work[:, :3], _TO_KEYS, out=entries[:, :3])
+        np.minimum(entries[:, 2], keys, out=entries[:, 2])
+        entries[:, 3] = keys
         if self.num_partials:
-            counts[:], first[:] = self.splits.take(seq, axis=0).T
+            entries[:, 4] = self.work[:, 3]
+            entries[:, 5:7] = self.splits.take(seq, axis=0)
         else:
-            counts[:] = 1
+            entries[:, 5] = 1
         if self.num_items < self.num_work:
-            columns[:, self.num_items :] = -1
-        return np.ascontiguousarray(columns.T)
+            entries[self.num_items :] = -1
+        return entries
 
 
 def host_lengths(seq_lens: Any) -> Ints:
@@ -119,11 +122,13 @@ def host_lengths(seq_lens: Any) -> Ints:
         raise PlanError(f"seq_lens has shape {lengths.shape}: expected (num_seqs,) with at least one sequence")
     if lengths.dtype.kind not in "iu":
         raise PlanError(f"seq_lens has dtype {lengths.dtype}: expected integers")
-    low, high = int(lengths.min()), int(lengths.max())
-    if low < 0 or high > MAX_LENGTH:
+    exact: Ints = lengths.astype(np.int64, copy=False)
+    # Read as unsigned, negative ones are the largest, so that one pass sees both bounds.
+    if np.maximum.reduce(exact.view(np.uint64)) > MAX_LENGTH:
+        low, high = int(lengths.min()), int(lengths.max())
         index = int(lengths.argmin() if low < 0 else lengths.argmax())
         raise PlanError(f"seq_lens[{index}] = {low if low < 0 else high}: expected 0 to {MAX_LENGTH}")
-    return lengths.astype(np.int64, copy=False)
+    return exact
 
 
 def plan_splits(
@@ -155,15 +160,11 @@ def plan_splits(
         raise PlanError(f"policy = {policy!r}: expected one of {', '.join(POLICIES)}")
     if max_splits is None:
         max_splits = DEFAULT_MAX_SPLITS[policy]
-    for name, value, least in (
-        ("num_kv_heads", num_kv_heads, 1), ("q_tiles", q_tiles, 1), ("sm_count", sm_count, 1),
-        ("ctas_per_sm", ctas_per_sm, 1), ("max_splits", max_splits, 1), ("force_splits", force_splits, 0),
-        ("min_chunk_tiles", min_chunk_tiles, 1), ("pad_to", pad_to, 0),
-    ):  # fmt: skip
-        if (type(value) is not int and not _is_integer(value)) or value < least:
-            raise PlanError(f"{name} = {value!r}: expected an integer of at least {least}")
-    if max_splits > MAX_SPLITS:
-        raise PlanError(f"max_splits = {max_splits}: expected at most {MAX_SPLITS}")
+    options = (num_kv_heads, q_tiles, sm_count, ctas_per_sm, max_splits, force_splits, min_chunk_tiles, pad_to)
+    try:
+        _check_options(*options)
+    except TypeError:  # something without a hash, which is no integer either
+        _check_options.__wrapped__(*options)
     lengths = seq_lens if checked else host_lengths(seq_lens)
     tiles = np.maximum((lengths + (TILE_KEYS - 1)) >> _TILE_SHIFT, 1)
     if max(pad_to, len(tiles)) > MAX_WORK:
@@ -172,13 +173,15 @@ def plan_splits(
         raise PlanError(f"pad_to = {pad_to}: {len(tiles)} sequences need at least as many work items")
     ctas = num_kv_heads * q_tiles
     slots = max(1, sm_count * ctas_per_sm // ctas)
+    longest = int(np.maximum.reduce(tiles))
     if policy == "thor":
-        chunk = _thor_chunk(tiles, slots, max_splits, force_splits, min_chunk_tiles)
-        work, splits, partials, _ = _items(tiles, -(-tiles // chunk), chunk)
+        chunk = _thor_chunk(tiles, longest, slots, max_splits, force_splits, min_chunk_tiles)
+        counts = -(-tiles // chunk) if chunk < longest else None
+        work, splits, partials, _ = _whole(tiles, longest) if counts is None else _items(tiles, counts, chunk)
     else:
         machine = (ctas, sm_count, ctas_per_sm, lone_tile_cost)
-        counts = _balanced_counts(tiles, *machine, max_splits, force_splits, min_chunk_tiles, pad_to)
-        work, splits, partials, chunk = _items(tiles, counts, None)
+        counts = _balanced_counts(tiles, longest, *machine, max_splits, force_splits, min_chunk_tiles, pad_to)
+        work, splits, partials, chunk = _whole(tiles, longest) if counts is None else _items(tiles, counts, None)
     items = len(work)
     if items > MAX_WORK:
         raise PlanError(f"the plan has {items} work items: expected at most {MAX_WORK}; split less")
@@ -195,8 +198,40 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _items(tiles: Ints, counts: Ints, chunk: int | None) -> tuple[Int32s, Int32s, int, int]:
+@lru_cache(maxsize=256, typed=True)  # steps of one model differ in their lengths alone; typed, as True equals 1
+def _check_options(
+    num_kv_heads: int, q_tiles: int, sm_count: int, ctas_per_sm: int, max_splits: int, force_splits: int,
+    min_chunk_tiles: int, pad_to: int,
+) -> None:  # fmt: skip
+    """Raise PlanError for options of `plan_splits` that are no integers, or too small, or too large."""
+    for name, value, least in (
+        ("num_kv_heads", num_kv_heads, 1), ("q_tiles", q_tiles, 1), ("sm_count", sm_count, 1),
+        ("ctas_per_sm", ctas_per_sm, 1), ("max_splits", max_splits, 1), ("force_splits", force_splits, 0),
+        ("min_chunk_tiles", min_chunk_tiles, 1), ("pad_to", pad_to, 0),
+    ):  # fmt: skip
+        if not _is_integer(value) or value < least:
+            raise PlanError(f"{name} = {value!r}: expected an integer of at least {least}")
+    if max_splits > MAX_SPLITS:
+        raise PlanError(f"max_splits = {max_splits}: expected at most {MAX_SPLITS}")
+
+
+def _whole(tiles: Ints, longest: int) -> tuple[Int32s, Int32s, int, int]:
     """(work, splits, partial slots, tiles of the longest item), longest items first, ties in sequence order.
+
+    One item for each sequence. Its slot is 0, which nobody reads.
+    """
+    num_seqs = len(tiles)
+    order = _longest_first(tiles, longest)
+    work = np.zeros((num_seqs, 4), np.int32)
+    work[:, 0] = order
+    work[:, 2] = tiles.take(order)
+    splits = np.zeros((num_seqs, 2), np.int32)
+    splits[:, 0] = 1
+    return work, splits, 0, longest
+
+
+def _items(tiles: Ints, counts: Ints, chunk: int | None) -> tuple[Int32s, Int32s, int, int]:
+    """As `_whole`, where sequences are cut into `counts` items.
 
     With `chunk`, chunks have that many tiles and the last what is left; without, the chunks of a
     sequence differ by at most one tile, longer ones first.
@@ -206,13 +241,6 @@ def _items(tiles: Ints, counts: Ints, chunk: int | None) -> tuple[Int32s, Int32s
     splits[:, 0] = counts
     ends = counts.cumsum()
     total = int(ends[-1])
-    if total == num_seqs:
-        order, longest = _longest_first(tiles)
-        # An item of an unsplit sequence has slot 0, which nobody reads.
-        whole = np.zeros((total, 4), np.int32)
-        whole[:, 0] = order
-        whole[:, 2] = tiles.take(order)
-        return whole, splits, 0, longest
     seq = np.arange(num_seqs).repeat(counts)
     first = ends - counts
     index = np.arange(total) - first[seq]
@@ -232,7 +260,8 @@ def _items(tiles: Ints, counts: Ints, chunk: int | None) -> tuple[Int32s, Int32s
     else:
         begin = index * chunk
         size = np.minimum(tiles[seq] - begin, chunk)
-    order, longest = _longest_first(size)
+    longest = int(np.maximum.reduce(size))
+    order = _longest_first(size, longest)
     work = np.empty((total, 4), np.int32)
     work[:, 0] = seq
     work[:, 1] = begin
@@ -241,17 +270,15 @@ def _items(tiles: Ints, counts: Ints, chunk: int | None) -> tuple[Int32s, Int32s
     return work.take(order, axis=0), splits, partials, longest
 
 
-def _longest_first(size: Ints) -> tuple[Ints, int]:
-    """(stable order of falling sizes, the greatest)."""
-    longest = int(size.max())
+def _longest_first(size: Ints, longest: int) -> Ints:
+    """Stable order of falling sizes, of which `longest` is the greatest."""
     # numpy sorts 16-bit keys by radix, several times faster than 64-bit ones.
-    falling = longest - size
-    return (falling.astype(np.uint16) if longest < 65536 else falling).argsort(kind="stable"), longest
+    kind = np.uint16 if longest < 65536 else np.int64
+    return np.subtract(longest, size, dtype=kind, casting="unsafe").argsort(kind="stable")
 
 
-def _thor_chunk(tiles: Ints, slots: int, max_splits: int, force_splits: int, min_chunk_tiles: int) -> int:
+def _thor_chunk(tiles: Ints, longest: int, slots: int, max_splits: int, force_splits: int, min_chunk_tiles: int) -> int:
     """Steps 3 and 4 of the specification: the one chunk length of the batch, in tiles."""
-    longest = int(tiles.max())
     low = max(min_chunk_tiles, -(-longest // max_splits))
     if force_splits:
         return max(low, -(-longest // force_splits))
@@ -270,28 +297,24 @@ def _thor_chunk(tiles: Ints, slots: int, max_splits: int, force_splits: int, min
 
 
 def _balanced_counts(
-    tiles: Ints, ctas: int, sm_count: int, ctas_per_sm: int, lone_tile_cost: int, max_splits: int, force_splits: int,
-    min_chunk_tiles: int, pad_to: int,
-) -> Ints:  # fmt: skip
-    """Items of each sequence under the policy `balanced`."""
-    longest, total = int(tiles.max()), int(tiles.sum())
-    # A chunk has `min_chunk_tiles` at least.
-    most = np.minimum(np.maximum(tiles // min_chunk_tiles, 1), max_splits)
+    tiles: Ints, longest: int, ctas: int, sm_count: int, ctas_per_sm: int, lone_tile_cost: int, max_splits: int,
+    force_splits: int, min_chunk_tiles: int, pad_to: int,
+) -> Ints | None:  # fmt: skip
+    """Items of each sequence under the policy `balanced`; None where none is cut."""
     if force_splits:
-        chunk = np.array([[-(-longest // force_splits)]])
-        forced: Ints = np.minimum((tiles + (chunk - 1)) // chunk, most)[0]
-        return forced
+        chunk = -(-longest // force_splits)
+        return np.minimum((tiles + (chunk - 1)) // chunk, _most_items(tiles, min_chunk_tiles, max_splits))
+    total = int(np.add.reduce(tiles))
     share = max(-(-16 * total * ctas // sm_count), LEAST_SHARE)
-    tried = [chunk for chunk in ((f * share + 255) >> 8 or 1 for f in CHUNK_FACTORS) if chunk < longest]
-    whole = np.ones_like(tiles)
-    if not tried:  # a share of the work is longer than any sequence
-        return whole
+    if (CHUNK_FACTORS[0] * share + 255) >> 8 >= longest:  # a share of the work is longer than any sequence
+        return None
+    tried = [chunk for chunk in ((f * share + 255) >> 8 for f in CHUNK_FACTORS) if chunk < longest]
     # Only sequences longer than the shortest chunk are ever cut.
     cut = tiles > tried[0]
     chunks = np.array([*tried, longest], np.float64)[:, None]
     # Quotients of integers below 2^31 round to the right ones in float64, and numpy divides those several times faster.
     lengths = tiles[cut].astype(np.float64)
-    quotients = np.minimum(np.ceil(lengths / chunks), most[cut])
+    quotients = np.minimum(np.ceil(lengths / chunks), _most_items(tiles[cut], min_chunk_tiles, max_splits))
     peak = np.ceil((lengths / quotients).max(axis=1)).astype(np.int64)
     np.maximum(peak, int(tiles[~cut].max(initial=1)), out=peak)
     counts = quotients.astype(np.int64)
@@ -307,8 +330,17 @@ def _balanced_counts(
         estimate[items > pad_to] = _NEVER
     # Of estimates within 4 % of the least, the longest chunks: fewer items cost less traffic and planning.
     good = 25 * estimate <= 26 * estimate.min()
-    whole[cut] = counts[len(chunks) - 1 - int(good[::-1].argmax())]
-    return whole
+    row = len(chunks) - 1 - int(good[::-1].argmax())
+    if row == len(tried):  # the longest sequence is one chunk, and so are the others
+        return None
+    chosen = np.ones_like(tiles)
+    chosen[cut] = counts[row]
+    return chosen
+
+
+def _most_items(tiles: Ints, min_chunk_tiles: int, max_splits: int) -> Ints:
+    """Items that sequences may have at most, as a chunk has `min_chunk_tiles` at least."""
+    return np.minimum(np.maximum(tiles // min_chunk_tiles, 1), max_splits)
 
 
 _NEVER = 1 << 50

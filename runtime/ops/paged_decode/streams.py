@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,11 +48,11 @@ def raw_stream(device: torch.device, stream: Any = None) -> int:
     return raw
 
 
-def current_stream(device: torch.device) -> Callable[[], int]:
-    """A function that returns what `raw_stream(device)` does, as fast as can be."""
+def current_stream(device: torch.device) -> tuple[Callable[[Any], int], Any]:
+    """A function and its argument, which give what `raw_stream(device)` does, as fast as can be."""
     if device.type == "cpu":
-        return int
-    return partial(raw_stream, device) if _raw_current is None else partial(_raw_current, device.index)
+        return int, 0
+    return (raw_stream, device) if _raw_current is None else (_raw_current, device.index)
 
 
 def torch_stream(device: torch.device, raw: int) -> Any:
