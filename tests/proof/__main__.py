@@ -23,13 +23,14 @@ def main() -> int:
     parser.add_argument("--trial", action="append", default=[], help="only trials whose name contains this")
     parser.add_argument("--schedule", action="append", default=[], help="instead of all four (repeatable)")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no trial begins")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run trials")
     parser.add_argument("--summary", help="write Markdown of all results to this file; - for standard output")
     options = parser.parse_args()
     from proof.campaign import SCHEDULES, campaign, read, tasks
     from proof.summary import disagreements, summary
 
     found = tasks(options.bundle, keys=options.key, trials=options.trial, schedules=options.schedule or SCHEDULES)
-    for left, row in campaign(found, options.results, budget=options.budget):
+    for left, row in campaign(found, options.results, budget=options.budget, jobs=options.jobs):
         verdict = row.error or f"O {row.o:.1e}, rms {row.rms:.1e}, LSE {row.lse:.1e}"
         print(f"[{left} left] {row.key} {row.trial}, {row.schedule}: {row.seconds:.1f} s: {verdict}", flush=True)
     ids = {task.id for task in found}

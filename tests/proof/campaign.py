@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
+import multiprocessing
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -155,10 +158,12 @@ def read(file: Path) -> list[Result]:
     return list({row.id: row for row in rows}.values())
 
 
-def campaign(found: Sequence[Task], file: Path, *, budget: float = math.inf) -> Iterator[tuple[int, Result]]:
+def campaign(
+    found: Sequence[Task], file: Path, *, budget: float = math.inf, jobs: int = 1
+) -> Iterator[tuple[int, Result]]:
     """Run what the file does not hold yet and append it, until `budget` seconds are over; yields (tasks left, result).
 
-    What failed before is run again.
+    What failed before is run again. With several `jobs`, processes take tasks in order, and results come as they end.
     """
     done = {row.id for row in read(file) if not row.error}
     left = [task for task in found if task.id not in done]
@@ -166,11 +171,40 @@ def campaign(found: Sequence[Task], file: Path, *, budget: float = math.inf) -> 
     if file.exists() and not file.read_bytes().endswith(b"\n"):
         with file.open("a") as stream:  # a line that was cut off
             stream.write("\n")
-    start = time.perf_counter()
-    for n, task in enumerate(left):
-        if time.perf_counter() - start > budget:
-            return
-        result = run(task)
+    end = time.perf_counter() + budget
+    for n, result in enumerate(_in_processes(left, end, jobs) if jobs > 1 else _in_turn(left, end)):
         with file.open("a") as stream:
             stream.write(json.dumps(asdict(result)) + "\n")
         yield len(left) - n - 1, result
+
+
+def _in_turn(left: Sequence[Task], end: float) -> Iterator[Result]:
+    for task in left:
+        if time.perf_counter() > end:
+            return
+        yield run(task)
+
+
+def _in_processes(left: Sequence[Task], end: float, jobs: int) -> Iterator[Result]:
+    """No task waits in a queue: the budget decides when it could begin."""
+    waiting = iter(left)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        running: set[Future[Result]] = set()
+        while True:
+            for task in itertools.islice(waiting, jobs - len(running) if time.perf_counter() <= end else 0):
+                named = task.bundle.root, task.key, task.ptx, task.trial.name, task.schedule
+                running.add(pool.submit(_run_named, *named))
+            if not running:
+                return
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                yield future.result()
+
+
+def _run_named(root: Path, key: str, ptx: str, trial: str, schedule: str) -> Result:
+    """`run` of a task that another process names: its functions do not travel."""
+    (found,) = (candidate for candidate in (*TRIALS, LONGEST) if candidate.name == trial)
+    return run(Task(_opened(root), key, ptx, found, schedule))
+
+
+_opened = functools.lru_cache(maxsize=8)(Bundle.open)

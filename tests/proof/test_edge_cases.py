@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,7 +15,7 @@ pytest.importorskip("cutlass", reason="the compiler is not installed")
 pytest.importorskip("torch", reason="the operator needs torch")
 
 from proof.build import build_keys
-from proof.campaign import SCHEDULES, Task, run, tasks
+from proof.campaign import SCHEDULES, Task, campaign, run, tasks
 from proof.trials import TRIALS
 
 KEYS = (
@@ -62,3 +63,15 @@ def test_the_share_has_every_trial_and_every_schedule(by_key: dict[str, list[Tas
     share = [task for found in by_key.values() for task in found]
     assert {task.trial.name for task in share} == {trial.name for trial in TRIALS}
     assert {task.schedule for task in share} == set(SCHEDULES)
+
+
+def test_several_processes_find_what_one_does(bundles: Path, tmp_path: Path) -> None:
+    found = tasks(bundles, keys=["tcgen05-d128-p16-kvfp8-qte4m3"], trials=["all see all"], schedules=SCHEDULES[:3])
+    assert len(found) == 3
+    alone, together = (
+        {row.schedule: dataclasses.replace(row, seconds=0.0) for _, row in campaign(found, tmp_path / name, jobs=jobs)}
+        for name, jobs in (("alone", 1), ("together", 2))
+    )
+    assert alone == together
+    assert not any(row.error for row in alone.values())
+    assert list(campaign(found, tmp_path / "together", jobs=2)) == []
