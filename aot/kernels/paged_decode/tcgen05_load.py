@@ -74,8 +74,8 @@ class Producer(Tile):
         for part in cutlass.range(self.blocks // c.packed_blocks, unroll=1):
             full = smem + PACKED_FULL + slot * 8
             ptx.mbarrier_wait(smem + PACKED_EMPTY + slot * 8, phase)
-            # Boxes and scales of other lanes may land first: until lane 0 arrives, the phase cannot end. Every lane has
-            # waited for the slot itself.
+            # Boxes and scales of other lanes may land first: until lane 0 arrives, the phase cannot end. Every lane
+            # arrives for its scales, so none falls behind.
             if lane == 0:
                 ptx.mbarrier_arrive_expect_tx(full, c.packed_tx_bytes)
             buffer = smem + self.packed + slot * c.packed_stage_bytes
@@ -100,8 +100,10 @@ class Producer(Tile):
         for block in cutlass.range(self.blocks, unroll=1):
             full = smem + FULL + stage * 8
             ptx.mbarrier_wait(smem + EMPTY + stage * 8, phase)
-            if lane == 0:  # maybe after boxes of other lanes: see `load_packed`
+            if lane == 0:
                 ptx.mbarrier_arrive_expect_tx(full, c.stage_tx_bytes)
+            # Nobody misses a lane without a box: two phases late it would wait for a parity that never comes back.
+            cute.arch.sync_warp()
             if lane < self.page_boxes:
                 target = smem + self.ring + stage * c.STAGE_BYTES + lane * (c.page_size * BLOCK_DIM)
                 coordinates = (block * BLOCK_DIM, row, head, page)
