@@ -108,9 +108,6 @@ class Producer(Tile):
                 target = smem + self.ring + stage * c.STAGE_BYTES + lane * (c.page_size * BLOCK_DIM)
                 coordinates = (block * BLOCK_DIM, row, head, page)
                 ptx.tma_load_4d(target, tensor_map.get_ptr(), coordinates, full, self.policy)
-            # A lane that issues no box holds nothing up. Left behind by two turns of the ring it would wait for a
-            # parity that has come and gone.
-            cute.arch.sync_warp()
             stage, phase = self.advance(stage, phase, self.stages)
         return stage, phase
 
