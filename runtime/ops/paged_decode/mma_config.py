@@ -131,7 +131,7 @@ class MmaConfig(DecodeConfig):
         Arithmetic weighs more against memory the more rows there are, and the fewer bits a code has.
         """
         narrow = {"e2m1": 27, "nvfp4": 31, "e3m2": 22, "e2m3": 22}.get(self.kv_format, 11)
-        return max(13 if self.head_dim <= 128 else 15, narrow * self.row_warps)
+        return max(13 if self.head_dim <= 128 else 16, narrow * self.row_warps)
 
     @property
     def code_bytes(self) -> int:
