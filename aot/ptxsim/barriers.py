@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from cubinery.aot.ptxsim.arrivals import ArrivalOrder, Arrivals
 from cubinery.aot.ptxsim.faults import BarrierFault, DivergedFault, Fault
-from cubinery.aot.ptxsim.fences import Fences
 from cubinery.aot.ptxsim.isa.mbarrier import MAX_COUNT, State
 from cubinery.aot.ptxsim.memory import RANK_SHIFT
 from cubinery.aot.ptxsim.memory_order import CLUSTER
@@ -58,9 +58,10 @@ class MBarrier(State):
     """What the last complete phase published."""
     fenced: bool = False
     """Its initialisation is visible to the async proxy and to other CTAs."""
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
 
-class Barriers(Fences):
+class Barriers(ArrivalOrder):
     """Barriers as generated code sees them. Machine derives from this."""
 
     named: dict[tuple[int, int], Named]
@@ -358,7 +359,11 @@ class Barriers(Fences):
         except Fault as error:
             self.fail(type(error), f"at {key[1]:#x}: {error.detail}", g, k, _one(g, row, lane))
         if self.races is not None:
-            self.races.release(barrier.known, int(g.cta[row, 0]), int(g.warps[row]) % self.wpc, lane)
+            slot, warp = int(g.cta[row, 0]), int(g.warps[row]) % self.wpc
+            known, thread = self.races.clock[slot, warp, 0], self.races.first(slot, warp) + lane
+            now = int(self.races.now[slot, warp])
+            self.follows(barrier, key, known, thread, now, lambda: self.place(g, k, _one(g, row, lane)))
+            self.races.release(barrier.known, slot, warp, lane)
         self.mbarrier_advance(key, barrier)
 
     def mbarrier_advance(self, key: tuple[int, int], barrier: MBarrier) -> None:
@@ -367,6 +372,7 @@ class Barriers(Fences):
             return
         if self.races is not None:
             barrier.published, barrier.known = barrier.known, barrier.known.copy()
+            barrier.arrivals.end()
         waiting, barrier.waiting = barrier.waiting, []
         for parked, row, phase in waiting:
             if phase < barrier.phase:

@@ -109,14 +109,18 @@ class BulkCopies(Copies):
             warp, slot = int(g.warps[row]), int(g.cta[row, 0])
             place = self.place(g, k)
             knows = None if self.races is None else self.races.publish(slot, warp % self.wpc, lane)
+            thread = 0 if self.races is None else self.races.first(slot, warp % self.wpc) + lane
             clocks = () if self.races is None else self._copied(slot, warp)
 
-            def land(key: Any = key, place: Any = place, knows: Any = knows, clocks: Any = clocks) -> None:
+            def land(
+                key: Any = key, place: Any = place, knows: Any = knows, thread: int = thread, clocks: Any = clocks
+            ) -> None:
                 barrier = self.mbarriers.get(key)
                 if barrier is None or barrier.pending < 1:
                     raise BarrierFault(f"cp.async arrives at {key[1]:#x}, which expects no arrival", place)
                 barrier.pending -= 1
                 if knows is not None:
+                    self.follows(barrier, key, knows[0], thread, int(knows[0, thread]), lambda: place)
                     np.maximum(barrier.known, knows, out=barrier.known)
                     for agent, value in clocks:
                         barrier.known[:, agent] = np.maximum(barrier.known[:, agent], value)

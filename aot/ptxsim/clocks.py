@@ -8,8 +8,8 @@ lanes of a warp are as unordered as two warps until bar.warp.sync or a barrier o
 has in common and its own accesses.
 
 There are two planes: what happened before, and of that what the async proxy may see, which `fence.proxy.async` raises
-to the first. Kernels that order tensor memory by tcgen05.fence have two more: what accesses to it may rely on (a thread
-offers its own accesses by fence::before_thread_sync), and what joins that at the next fence::after_thread_sync.
+to the first. Where tensor memory is ordered by tcgen05.fence there are two more: what accesses to it may rely on (a
+thread offers its own accesses by fence::before_thread_sync), and what joins that at the next fence::after_thread_sync.
 Clocks start at 1; memory that nobody touched holds 0.
 
 Columns of a clock, for each CTA of the cluster: its threads; the agents of its async proxy; bulk writes to global
@@ -46,6 +46,8 @@ class Clocks:
         self.agents = cluster * self.span
         self.holders = wpc + ASYNC_AGENTS
         """Holders of a CTA."""
+        self.tensor_fences = tensor_fences
+        """Is tensor memory ordered by tcgen05.fence?"""
         self.planes = 4 if tensor_fences else 2
         self.clock = np.zeros((slots, self.holders, self.planes, self.agents), np.int32)
         self.now = np.ones((slots, wpc), np.int32)
@@ -146,7 +148,7 @@ class Clocks:
         """A warp learns what an object knows."""
         clock = self.clock[slot, local]
         np.maximum(clock[:2], known[:2], out=clock[:2])
-        if self.planes > TENSOR:
+        if self.tensor_fences:
             np.maximum(clock[TENSOR_NEXT], known[TENSOR], out=clock[TENSOR_NEXT])
 
     def converge(self, g: Gang, mask: Any) -> None:

@@ -2,10 +2,10 @@
 
 Units are 16 lanes x 1 column. A warp's loads and stores, and the pipe of a CTA, are agents; within an agent the order
 of issue holds. A store counts until its wait::st, when its clock is set anew; meeting a store before its wait is a
-fault by itself. Generated code leaves out wait::ld and tcgen05.fence; a kernel that has any tcgen05.fence is held to
-both: a load counts until its wait::ld, and accesses by different threads need a fence on each side of what orders
-them. Loads and stores are the whole warp's, so what any of its lanes publishes covers them. Freeing columns counts as a
-write of all of them, so that a warp which frees what others still use is reported whatever the schedule.
+fault by itself. A load counts until its wait::ld, and accesses by different threads need a tcgen05.fence on each side
+of what orders them; some generated code leaves both out, which a machine can be told to let pass (`Checks`). Loads and
+stores are the whole warp's, so what any of its lanes publishes covers them. Freeing columns counts as a write
+of all of them, so that a warp which frees what others still use is reported whatever the schedule.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class TensorOrder:
 
     def __init__(self, races: Races, slots: int) -> None:
         self.races = races
-        self.strict = races.planes > TENSOR
-        """Order takes tcgen05.fence, and loads take their time until wait::ld."""
+        self.strict = races.tensor_fences
+        """Order takes tcgen05.fence, and loads take their time until wait::ld (Checks.tensor_fences)."""
         self.writer = np.full(slots * UNITS, NOBODY, np.int16)
         self.write_clock = np.zeros(slots * UNITS, np.int32)
         self.read_clock = np.zeros((slots * UNITS, races.cluster * races.holders), np.int32)

@@ -275,12 +275,12 @@ class TensorCore(Warpgroup):
 
     def tensor_fence(self, g: Gang, mask: Any, before: bool) -> None:
         """tcgen05.fence: for the order of accesses by different threads."""
-        if self.races is not None:
+        if self.races is not None and self.races.tensor_fences:
             self.races.tensor_fence(g, mask, before)
 
     def tensor_misuse(self, g: Gang, mask: Any, k: int, detail: str) -> None:
         """An instruction that tensor_registers.py found to be wrong is executed."""
-        if self.races is not None and (mask is None or mask.any()):
+        if self.races is not None and self.races.tensor_fences and (mask is None or mask.any()):
             self.fail(TensorMemoryFault, detail, g, k)
 
     def tensor_wait(self, g: Gang, k: int, then: int, what: str) -> None:
@@ -438,12 +438,14 @@ class TensorCore(Warpgroup):
             clocks = dict(self._tensor().clocks.get(_PIPE + slots[0], {}))
             warp = int(g.warps[row]) % self.wpc
             knows = None if self.races is None else self.races.publish(int(g.cta[row, 0]), warp, lane)
+            thread = 0 if self.races is None else self.races.first(int(g.cta[row, 0]), warp) + lane
             place = self.place(g, k)
 
             def run(
                 keys: list[tuple[int, int]] = keys,
                 clocks: dict[int, int] = clocks,
                 knows: Any = knows,
+                thread: int = thread,
                 place: Any = place,
             ) -> None:
                 for key in keys:
@@ -452,6 +454,7 @@ class TensorCore(Warpgroup):
                         raise BarrierFault(f"the commit arrives at {key[1]:#x}, which expects no arrival", place)
                     found.pending -= 1
                     if knows is not None:  # what was waited for before the work was issued is over when it is done
+                        self.follows(found, key, knows[0], thread, int(knows[0, thread]), lambda: place)
                         np.maximum(found.known, knows, out=found.known)
                         for agent, value in clocks.items():
                             found.known[:, agent] = np.maximum(found.known[:, agent], value)

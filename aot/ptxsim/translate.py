@@ -15,7 +15,7 @@ from cubinery.aot.ptxsim.memory import GENERIC, SHARED_BASE
 from cubinery.aot.ptxsim.parser import parse
 from cubinery.aot.ptxsim.program import Segment, defined, segments, used
 from cubinery.aot.ptxsim.syntax import Entry, Module, Variable
-from cubinery.aot.ptxsim.tensor_registers import early_uses, strict
+from cubinery.aot.ptxsim.tensor_registers import early_uses
 
 
 @dataclass(slots=True)
@@ -57,8 +57,7 @@ class Translation:
         """A warp may wait for others, so that one that never gets its registers holds them up too."""
         self._misuses = misuses(cut)
         self._early = early_uses(cut)
-        self.strict_tensor_order = strict(self.instrs)
-        """Accesses to tensor memory by different threads need tcgen05.fence: the kernel has some."""
+        self.uses_tensor_memory = any(i.opcode == "tcgen05" for i in self.instrs)
         self.segments = [self._compile(segment) for segment in cut]
 
     # -- addresses -----------------------------------------------------------------------------

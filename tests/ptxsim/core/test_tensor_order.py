@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from ptx_bench import run
 
-from cubinery.aot.ptxsim.faults import RaceFault, TensorMemoryFault
+from cubinery.aot.ptxsim.faults import RaceFault, TensorMemoryFault, UninitialisedFault
+from cubinery.aot.ptxsim.machine import Checks
 
 SCHEDULES = ("fair", "late:1", "priorities:1")
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
@@ -78,12 +79,17 @@ END: @%p3 st.global.b32 [%rd9], %r31;
 """
 
 
-def hand_over(schedule: str = "fair", **without: str) -> list[int]:
+NONE = dict.fromkeys(("BEFORE", "AFTER", "SECOND", "THIRD"), "")
+"""Every fence left out."""
+LENIENT = Checks(tensor_fences=False)
+
+
+def hand_over(schedule: str = "fair", checks: Checks = Checks(), **without: str) -> list[int]:  # noqa: B008 - immutable
     """Fences by their places, each left out or replaced if it is named; what warp 4 found."""
     text = HAND_OVER.replace("EARLY", without.pop("EARLY", "").replace(";", "; "))
     for place, fence in (("BEFORE", BEFORE), ("AFTER", AFTER), ("SECOND", BEFORE), ("THIRD", AFTER)):
         text = text.replace(place, without.get(place, fence))
-    return run(text.replace("%r30], {", "%r30], {"), 160, threads=160, schedule=schedule)[128:].tolist()
+    return run(text, 160, threads=160, schedule=schedule, checks=checks)[128:].tolist()
 
 
 @each_schedule
@@ -92,9 +98,24 @@ def test_tensor_memory_handed_over_with_fences(schedule: str) -> None:
 
 
 @each_schedule
-def test_kernels_without_any_such_fence_are_not_held_to_it(schedule: str) -> None:
-    """As generated code is."""
-    assert hand_over(schedule, BEFORE="", AFTER="", SECOND="", THIRD="") == list(range(32))
+def test_a_kernel_without_any_fence_is_held_to_them_too(schedule: str) -> None:
+    with pytest.raises(RaceFault, match=r"written by warp 0, without tcgen05\.fence on both sides"):
+        hand_over(schedule, **NONE)
+
+
+@each_schedule
+def test_fences_are_not_asked_for_where_the_machine_is_told_so(schedule: str) -> None:
+    """For public examples, which are generated without any; a barrier is asked for all the same."""
+    assert hand_over(schedule, LENIENT, **NONE) == list(range(32))
+    assert hand_over(schedule, LENIENT, BEFORE="") == list(range(32))
+    text = HAND_OVER.replace("bar.sync 1;", "")
+    for place in ("EARLY", *NONE):
+        text = text.replace(place, "")
+    with pytest.raises(
+        (RaceFault, TensorMemoryFault, UninitialisedFault),
+        match=r"with nothing that orders the two|wait::st is missing|tensor memory that nothing wrote",
+    ):
+        run(text, 160, threads=160, schedule=schedule, checks=LENIENT)
 
 
 @each_schedule
@@ -128,5 +149,4 @@ def test_a_register_used_before_the_wait_for_its_load() -> None:
         hand_over(EARLY="add.s32 %r33, %r31, 1;")
     with pytest.raises(TensorMemoryFault, match=r"uses a register that tcgen05\.ld fills, before tcgen05\.wait::ld"):
         hand_over(EARLY="mov.b32 %r33, %r31; add.s32 %r34, %r33, 1;")
-    none = dict.fromkeys(("BEFORE", "AFTER", "SECOND", "THIRD"), "")
-    assert hand_over(EARLY="add.s32 %r33, %r31, 1;", **none) == list(range(32))
+    assert hand_over(checks=LENIENT, EARLY="add.s32 %r33, %r31, 1;", **NONE) == list(range(32))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ptxsim.mutations.tensor_operators import PRODUCT_OPERATORS, TENSOR_OPERATORS, first_products
+from ptxsim.mutations.tensor_operators import DROPPED_WHOLLY, PRODUCT_OPERATORS, TENSOR_OPERATORS, first_products
 
 from cubinery.runtime.manifest import TensorMapSpec
 
@@ -193,6 +193,12 @@ def mutations(text: str) -> Iterator[Mutation]:
             after = edit(match)
             if after != match[0]:
                 yield Mutation(kind, text.count("\n", 0, match.start()) + 1, match[0], after, match.start())
+    for kind, pattern in DROPPED_WHOLLY:
+        found = list(re.finditer(pattern, code))
+        if len(found) > 1:
+            start, end = found[0].start(), found[-1].end()
+            after = re.sub(pattern, "", text[start:end])
+            yield Mutation(kind, text.count("\n", 0, start) + 1, text[start:end], after, start)
 
 
 def map_mutations(spec: TensorMapSpec) -> Iterator[MapMutation]:

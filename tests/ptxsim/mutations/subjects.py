@@ -27,6 +27,7 @@ from cubinery.aot.problems.paged_decode.mma import decode
 from cubinery.aot.ptxsim.driver import SimDriver
 from cubinery.aot.ptxsim.faults import Fault
 from cubinery.aot.ptxsim.schedule import schedule as named_schedule
+from cubinery.aot.ptxsim.schedule import series
 from cubinery.aot.references import tolerances
 from cubinery.aot.verify import Task, subject
 from cubinery.runtime.bundle import Bundle
@@ -34,8 +35,11 @@ from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import TensorMapSpec
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig, MmaConfig, Tcgen05Config
 
-SCHEDULES = ("fair:0", "late:0", "delays:0", "priorities:0")
-"""In this order, until one reports."""
+SCHEDULES = tuple(series(4))
+"""In this order, until one reports: fair, and one hostile schedule of each kind."""
+FURTHER = tuple(series(10)[len(SCHEDULES) :])
+"""What a mutant must survive too before the survey counts it as a survivor: two more of each hostile kind, with other
+values and other depths of the ring."""
 AnyMutation = Mutation | MapMutation
 
 
@@ -69,10 +73,16 @@ class Subject(Protocol):
 
 
 RINGS = {"fair": 3, "late": 4, "delays": 3, "priorities": 4}
-"""Stages in use, by the kind of schedule: shallow rings, so that short sequences go around them. Both an odd and an
-even number: with an odd one a stage holds K and V by turns."""
+"""Stages in use, by the kind of schedule, for even seeds: shallow rings, so that short sequences go around them. Both
+an odd and an even number: with an odd one a stage holds K and V by turns. Odd seeds have the other."""
 SPLITS = (4, 17)
 """Of the second and third decode under `late`: the most that a warp merges several rows of, and over half a warp."""
+
+
+def ring(schedule: str) -> int:
+    """Stages in use under a schedule."""
+    kind, _, seed = schedule.partition(":")
+    return RINGS[kind] if int(seed or 0) % 2 == 0 else 7 - RINGS[kind]
 
 
 def problems(config: DecodeConfig, schedule: str) -> list[tuple[tuple[int, ...], int]]:
@@ -139,7 +149,7 @@ class Decode:
             task = Task(self.root, self.arch, self.name, schedule)
             with (
                 subject(driver, task, seed) as called,
-                patch.object(MmaConfig, "ring_depth", lambda *_: RINGS[schedule.partition(":")[0]]),
+                patch.object(MmaConfig, "ring_depth", lambda *_: ring(schedule)),
             ):
                 config = called.config
                 assert isinstance(config, DecodeConfig)

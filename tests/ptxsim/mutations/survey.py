@@ -2,8 +2,9 @@
 
     PYTHONPATH=src:tests python -m ptxsim.mutations.survey --bundle build/smoke --out table.md
 
-The bundle is that of kernel_specs/smoke.yaml for sm_90a and sm_110a. The corpus needs none. Results are appended to a
-file of JSON lines beside the table, and what stands there already is not run again.
+The bundle is that of kernel_specs/smoke.yaml for sm_90a and sm_110a. The corpus needs none. A mutant runs under the
+default schedules until one reports it, and one that survives them under further hostile ones before it counts as a
+survivor. Results are appended to a file of JSON lines beside the table, and what stands there already is not run again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ptxsim.mutations.operators import Mutation
-from ptxsim.mutations.subjects import SCHEDULES, Corpus, Decode, Subject, examine
-from ptxsim.mutations.tensor_operators import TENSOR_OPERATORS
+from ptxsim.mutations.subjects import FURTHER, SCHEDULES, Corpus, Decode, Subject, examine
+from ptxsim.mutations.tensor_operators import DROPPED_WHOLLY, TENSOR_OPERATORS
 from ptxsim.silicon import bundle as corpus_bundle
 from ptxsim.silicon.corpus import corpus
 
@@ -26,8 +27,9 @@ ENTRIES = (
     "tensor_load_multicast", "bulk_store", "wgmma_bf16_random", "wgmma_e4m3_e4m3_f32_random",
 )  # fmt: skip
 """Kernels of the silicon corpus that synchronise."""
+EVERY = (*SCHEDULES, *FURTHER)
 SHUFFLES = {"drop shuffle", "vote the other way"}
-TENSOR = {kind for kind, *_ in TENSOR_OPERATORS}
+TENSOR = {kind for kind, *_ in (*TENSOR_OPERATORS, *DROPPED_WHOLLY)}
 DECODES: dict[str, Callable[[str], bool]] = {
     "paged_decode-sm_90a-mma-d128-p16-kvfp8": lambda _: True,
     "paged_decode-sm_110a-mma-d128-p16-kvbf16": lambda kind: kind not in SHUFFLES,
@@ -52,7 +54,7 @@ def subjects(bundle: Path | None, folder: Path, chosen: set[str]) -> Iterator[Su
             yield Decode(bundle / arch, arch, key, wanted)
 
 
-def survey(found: Iterable[Subject], log: Path, schedules: Sequence[str] = SCHEDULES) -> None:
+def survey(found: Iterable[Subject], log: Path, schedules: Sequence[str] = EVERY) -> None:
     """Examine every mutant of every subject that the log does not hold yet."""
     done = {(row["subject"], row["mutation"]) for row in rows(log)}
     for subject in found:
@@ -87,13 +89,15 @@ def table(found: list[dict[str, str]]) -> str:
     for subject in dict.fromkeys(row["subject"] for row in found):
         these = [row["schedule"] for row in found if row["subject"] == subject]
         lines.append(f"| {subject} | {len(these)} | {these.count('')} |")
-    lines += ["", "| class | mutants | reported, fair | reported, hostile only | survive |", "|---|---|---|---|---|"]
+    heads = ("class", "mutants", "reported, fair", "first by a hostile one", "by a further one", "survive")
+    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     classes: dict[str, list[str]] = {}
     for row in found:
         classes.setdefault(row["kind"], []).append(row["schedule"])
     for kind, these in [*classes.items(), ("**all**", [row["schedule"] for row in found])]:
-        fair, alive = these.count("fair:0"), these.count("")
-        lines.append(f"| {kind} | {len(these)} | {fair} | {len(these) - fair - alive} | {alive} |")
+        fair, alive, further = these.count("fair:0"), these.count(""), sum(s in FURTHER for s in these)
+        hostile = len(these) - fair - further - alive
+        lines.append(f"| {kind} | {len(these)} | {fair} | {hostile} | {further} | {alive} |")
     lines += ["", *(f"- {r['subject']}, {r['mutation']}: `{r['before']}`" for r in found if not r["schedule"])]
     return "\n".join(lines) + "\n"
 
@@ -104,7 +108,7 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, help="folder of smoke bundles; without it the corpus alone is broken")
     parser.add_argument("--out", type=Path, default=Path("mutations.md"))
     parser.add_argument("--kernels", default="", help="names of what to break, separated by commas; all otherwise")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="tried in this order until one reports")
+    parser.add_argument("--schedules", default=",".join(EVERY), help="tried in this order until one reports")
     options = parser.parse_args()
     log = options.out.with_suffix(".jsonl")
     chosen = {name for name in options.kernels.split(",") if name}
