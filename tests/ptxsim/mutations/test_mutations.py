@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from ptxsim.mutations.operators import Mutation, map_mutations, mutations
-from ptxsim.mutations.subjects import Corpus, Decode, examine
+from ptxsim.mutations.subjects import FURTHER, SCHEDULES, Corpus, Decode, examine, ring
+from ptxsim.mutations.tensor_operators import DROPPED_WHOLLY
 from ptxsim.silicon import bundle as corpus_bundle
 from ptxsim.silicon.corpus import corpus
 
@@ -22,7 +23,8 @@ CORPUS: dict[str, set[str]] = {
 """Kernels of which every mutant runs, and the classes of those that are as good as the original (docs/results)."""
 KINDS = (
     "drop fence", "drop CTA barrier", "drop arrive", "expect_tx + 16", "drop wait", "flip parity",
-    "swap coordinates 2, 3", "atomic that does not acquire", "atomic that does not release",
+    "swap coordinates 2, 3", "atomic that does not acquire", "atomic that does not release", "arrive twice",
+    "arrive at the next mbarrier",
 )  # fmt: skip
 """Of the decode, the first mutant of each of these."""
 TEXT = """
@@ -114,10 +116,27 @@ def test_an_operator_of_tensor_memory_changes_one_statement(kind: str, after: st
     assert next(m for m in mutations(RUNS) if m.kind == kind).after == after
 
 
+def test_all_fences_of_tensor_memory_are_dropped_at_once() -> None:
+    text = "mov.b32 a, b; tcgen05.fence::before_thread_sync; bar.sync 0;\ntcgen05.fence::after_thread_sync; ret;"
+    (found,) = [m for m in mutations(text) if m.kind == "drop every tcgen05.fence"]
+    assert found.apply(text) == "mov.b32 a, b;  bar.sync 0;\n ret;"
+    assert found.name == "drop every tcgen05.fence@1:14"
+    one = text.replace("tcgen05.fence::after_thread_sync;", "")
+    assert {m.kind for m in mutations(one)} == {"drop tcgen05.fence", "drop CTA barrier"}, "one is dropped already"
+
+
 def test_every_field_of_a_tensor_map_is_broken() -> None:
     spec = TensorMapSpec("m", "p", "uint8", (128, 1), (1, 1), (128, 9), (128,), swizzle="128B")
     kinds = [m.kind for m in map_mutations(spec)]
     assert kinds == ["box 0 halved", "box 0 doubled", "box 1 doubled", "swizzle none", "swizzle 32B", "swizzle 64B"]
+
+
+def test_the_survey_tries_more_of_every_hostile_kind() -> None:
+    kinds = {name.partition(":")[0] for name in SCHEDULES} - {"fair"}
+    assert {name.partition(":")[0] for name in FURTHER} == kinds
+    assert not set(SCHEDULES) & set(FURTHER)
+    for kind in kinds:  # a ring of three and one of four, whatever the kind
+        assert {ring(name) for name in (*SCHEDULES, *FURTHER) if name.startswith(kind)} == {3, 4}
 
 
 @pytest.fixture(scope="module")
@@ -135,21 +154,32 @@ def test_no_mutant_of_a_small_kernel_survives(name: str, entry: Callable[[str], 
     assert {v.mutation.kind for v in verdicts if v.survived} == CORPUS[name]
 
 
-@pytest.fixture(scope="module")
-def decode(tmp_path_factory: pytest.TempPathFactory) -> Decode:
-    """An fp8 decode for sm_90a and what it requires, as the compiler makes them."""
+def built(key: str, root: Path) -> Decode:
+    """A decode of the smoke spec and what it requires, as the compiler makes them in `root`."""
     pytest.importorskip("cutlass", reason="the compiler is not installed")
     pytest.importorskip("torch", reason="the operator needs torch")
     from cubinery.aot.builder import BuildOptions, build
     from cubinery.aot.spec import load_specs
     from cubinery.aot.variants import expand
 
-    key, root = "paged_decode-sm_90a-mma-d128-p16-kvfp8", tmp_path_factory.mktemp("decode")
+    arch = key.split("-")[1]
     specs = load_specs([Path(__file__).parents[3] / "kernel_specs" / "smoke.yaml"])
-    items = [item for item in expand(specs, ["sm_90a"]) if item.key in (key, "paged_decode-sm_90a-plan")]
+    items = [item for item in expand(specs, [arch]) if item.key in (key, f"paged_decode-{arch}-plan")]
     report = build(items, BuildOptions(out=root / "out", cache_dir=root / "cache"))
     assert report.ok, [(row.key, row.error) for row in report.rows]
-    return Decode(root / "out" / "sm_90a", "sm_90a", key)
+    return Decode(root / "out" / arch, arch, key)
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory) -> Decode:
+    """An fp8 decode for sm_90a."""
+    return built("paged_decode-sm_90a-mma-d128-p16-kvfp8", tmp_path_factory.mktemp("decode"))
+
+
+@pytest.fixture(scope="module")
+def on_tensor_memory(tmp_path_factory: pytest.TempPathFactory) -> Decode:
+    """An fp8 decode for sm_110a, on tensor memory."""
+    return built("paged_decode-sm_110a-tcgen05-d128-p128-kvfp8", tmp_path_factory.mktemp("on_tensor_memory"))
 
 
 @pytest.mark.slow
@@ -158,3 +188,12 @@ def test_a_broken_decode_is_reported(kind: str, decode: Decode) -> None:
     mutation = next(m for m in decode.mutations() if m.kind == kind)
     assert isinstance(mutation, Mutation)
     assert not examine(decode, mutation, ("fair:0", "late:0")).survived
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind, _ in DROPPED_WHOLLY])
+def test_a_decode_that_does_not_order_tensor_memory_at_all_is_reported(kind: str, on_tensor_memory: Decode) -> None:
+    """As it would look if nobody had thought of fences, or of waits for loads."""
+    (mutation,) = [m for m in on_tensor_memory.mutations() if m.kind == kind]
+    report = examine(on_tensor_memory, mutation, ("fair:0",)).report
+    assert "without tcgen05.fence on both sides" in report or "before tcgen05.wait::ld" in report
