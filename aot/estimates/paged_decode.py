@@ -15,7 +15,7 @@ from cubinery.aot.estimates import Figure
 from cubinery.aot.loops import Loop, find_loops, main_loop
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.config import KernelConfig
-from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig, MmaConfig, Tcgen05Config
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig, MmaConfig, Tcgen05Config, WgmmaConfig
 from cubinery.runtime.ops.paged_decode.tcgen05_config import BLOCK_DIM
 
 SHARED_BYTES_PER_CLOCK = 128
@@ -45,6 +45,8 @@ class Work:
     """Times that loops of the issuing warp and of a rescale go around for one tile."""
     convert: tuple[float, ...] = ()
     """Times that the converters' loops go around for one tile: the outer one, then those inside it."""
+    convert_warps: int = 0
+    """Warps that share the conversion of a tile, a scheduler each."""
 
 
 def mma_work(config: MmaConfig, arch: Arch) -> Work:
@@ -61,6 +63,26 @@ def mma_work(config: MmaConfig, arch: Arch) -> Work:
         mmas=scores + output,
         softmax_warps=config.consumer_warps,
         ring_bytes=config.ring_depth(arch, arch.sms * config.ctas_per_sm) * config.stage_bytes,
+    )
+
+
+def wgmma_work(config: WgmmaConfig, arch: Arch) -> Work:
+    """A stage is written once, read by the widener and written in f16, which each group of 64 rows reads once.
+
+    Two warpgroups multiply; those of the same rows have half of a tile's keys each. Products take 16 columns of
+    head_dim or 16 keys at a time; scores come 64 keys at a time.
+    """
+    tile, wide = TILE_KEYS * config.row_bytes, TILE_KEYS * config.head_dim * 2
+    keys = TILE_KEYS / config.key_warps
+    return Work(
+        kv_bytes=2 * tile,
+        shared_bytes=2 * (tile + tile + wide + wide * config.row_tile // 64),
+        tensor_bytes=0,
+        mmas=keys / 64 * (config.head_dim / 16) + keys / 16,
+        softmax_warps=config.consumer_warps,
+        ring_bytes=config.ring_depth(arch, arch.sms * config.ctas_per_sm) * config.stage_bytes,
+        convert=(TILE_KEYS / config.stage_keys,),
+        convert_warps=config.widening_warps,
     )
 
 
@@ -91,6 +113,7 @@ def tcgen05_work(config: Tcgen05Config, arch: Arch) -> Work:
         ring_bytes=config.packed_stages * config.packed_stage_bytes or ring,
         blocks=blocks,
         convert=convert,
+        convert_warps=4 * config.converters,
     )
 
 
@@ -103,12 +126,12 @@ def estimate(config: KernelConfig, arch: Arch, sass: str) -> tuple[Figure, ...]:
     """Figures of a decode kernel on the chip of `arch`. Raises InspectError for code that is not a decode's."""
     if isinstance(config, Tcgen05Config):
         work = tcgen05_work(config, arch)
-    elif type(config) is MmaConfig:
+    elif isinstance(config, WgmmaConfig):
+        work = wgmma_work(config, arch)
+    elif isinstance(config, MmaConfig):
         work = mma_work(config, arch)
     else:
-        raise InspectError(
-            f"{config.family}.{config.impl}: expected a decode by mma or tcgen05; no other has an estimate"
-        )
+        raise InspectError(f"{config.family}.{config.impl}: expected a decode; nothing else has an estimate")
     loops = find_loops(sass)
     issue, softmax = _loop(loops, is_mma, "MMA"), _loop(loops, is_exp, "exponential")
     issued = issue.executed(lambda loop: work.blocks if loop.count(is_mma) else 1)
@@ -168,8 +191,8 @@ def _conversion(loops: Sequence[Loop], trips: tuple[float, ...]) -> float:
 
 
 def is_mma(opcode: str) -> bool:
-    """A matrix product, of a warp or of the tensor core."""
-    return opcode.partition(".")[0] in ("HMMA", "QMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA")
+    """A matrix product, of a warp, a warpgroup or the tensor core."""
+    return opcode.partition(".")[0] in ("HMMA", "QMMA", "HGMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA")
 
 
 def is_exp(opcode: str) -> bool:
@@ -224,9 +247,7 @@ def _pace(config: DecodeConfig, arch: Arch, work: Work, counts: Counts) -> tuple
     """Clocks of an SM for a tile of one of its CTAs, by what they are spent on; the largest sets the pace."""
     memory = work.kv_bytes / arch.bytes_per_ns * arch.clock_mhz / 1000
     shared = work.shared_bytes / SHARED_BYTES_PER_CLOCK
-    # Each of several converters takes a part of the blocks; its four warps are on a scheduler each.
-    converters = config.converters if isinstance(config, Tcgen05Config) else 0
-    issue = (counts.softmax * work.softmax_warps + counts.converter * 4 * converters) / SCHEDULERS
+    issue = (counts.softmax * work.softmax_warps + counts.converter * work.convert_warps) / SCHEDULERS
     flight = work.ring_bytes * config.ctas_per_sm
     return (
         Figure("memory_clocks", memory, "", f"to read the tile at the SM's share of {arch.bandwidth_gbps} GB/s"),

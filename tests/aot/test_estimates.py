@@ -10,7 +10,7 @@ from cubinery.aot.estimates.paged_decode import estimate, is_exp, is_mma
 from cubinery.aot.loops import find_loops, main_loop
 from cubinery.runtime.arch import ARCHS
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
-from cubinery.runtime.ops.paged_decode.config import MmaConfig, Tcgen05Config
+from cubinery.runtime.ops.paged_decode.config import MmaConfig, Tcgen05Config, WgmmaConfig
 
 THOR, B200, H200 = ARCHS["sm_110a"], ARCHS["sm_100a"], ARCHS["sm_90a"]
 
@@ -175,10 +175,25 @@ def test_figures_of_the_portable_decode() -> None:
     assert found["shared_per_kv_byte"] == 2
 
 
+@pytest.mark.parametrize(("row_tile", "mmas", "shared"), [(64, 12, 6), (128, 24, 8)])
+def test_figures_of_the_warpgroup_decode(row_tile: int, mmas: int, shared: float) -> None:
+    """A step of 64 keys is eight products of S and four of PV; both groups of 64 rows read what is widened once."""
+    config = WgmmaConfig(head_dim=128, page_size=16, kv_format="fp8", row_tile=row_tile)
+    code = listing(
+        "kernel:\n.L:\n" + "HGMMA.64x64x16.F32 R4\n" * 12 + "MUFU.EX2 R5, R5\n" * 34 + "@P0 BRA `(.L)\n"
+        ".L_widen:\nSYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1], R2\nSTS.128 [R1], R4\n@P1 BRA `(.L_widen)\nEXIT"
+    )
+    found = values(estimate(config, H200, code))
+    assert (found["mmas"], found["tiles_per_iteration"]) == (mmas, 12 / mmas)
+    assert found["shared_per_kv_byte"] == shared
+    assert found["converter_path"] == 3
+    assert found["issue_clocks"] == (47 * (mmas / 12) * 8 + 3 * 4) / 4
+
+
 def test_what_has_no_estimate_says_so() -> None:
     assert estimator_of("paged_decode") is estimate
     assert estimator_of("no_such_family") is None
-    with pytest.raises(InspectError, match=r"paged_decode\.append: expected a decode by mma or tcgen05"):
+    with pytest.raises(InspectError, match=r"paged_decode\.append: expected a decode; nothing else"):
         estimate(AppendConfig(head_dim=128, kv_format="fp8"), THOR, NESTED)
     config = Tcgen05Config(head_dim=128, page_size=16, kv_format="fp8", q_dtype="e4m3")
     with pytest.raises(InspectError, match="no loop with MMA instructions"):

@@ -38,13 +38,17 @@ class Producer(MmaTile):
             # Looked up one stage ahead, so that the latency hides behind the wait for a slot.
             next_page = self.look_up(block_table, table_row, num_pages, first_key, key_end, key + c.stage_keys)
             for which in cutlass.range_constexpr(2):
-                full = smem + FULL + stage * 8
-                ptx.mbarrier_wait(smem + EMPTY + stage * 8, phase)
-                # Boxes of other lanes may land first: until lane 0 arrives, the phase cannot end. Every lane has
-                # waited for the slot itself.
-                if lane == 0:
-                    ptx.mbarrier_arrive_expect_tx(full, c.code_bytes)
+                full, empty = smem + FULL + stage * 8, smem + EMPTY + stage * 8
+                # Who waits for a slot also holds its next phase up, with a box or, where there are scales, with those.
+                # Anyone else could be left behind, and wait for a parity that has come and gone.
+                if cutlass.const_expr(c.scale_bytes):
+                    ptx.mbarrier_wait(empty, phase)
                 if lane < self.boxes:
+                    if cutlass.const_expr(not c.scale_bytes):
+                        ptx.mbarrier_wait(empty, phase)
+                    # Boxes of other lanes may land first: until lane 0 arrives, the phase cannot end.
+                    if lane == 0:
+                        ptx.mbarrier_arrive_expect_tx(full, c.code_bytes)
                     coordinates = (column * self.box[0], key % c.page_size, head, page)
                     target = smem + self.ring + stage * c.stage_bytes + destination
                     ptx.tma_load_4d(target, (k_map, v_map)[which].get_ptr(), coordinates, full)
@@ -59,9 +63,6 @@ class Producer(MmaTile):
                     ptx.mbarrier_arrive_after_copies(full)
                 stage, phase = self.advance(stage, phase, depth)
             page = next_page
-            # A lane that issues no box holds nothing up. Left behind by two turns of the ring it would wait for a
-            # parity that has come and gone.
-            cute.arch.sync_warp()
 
     @cute.jit
     def look_up(self, block_table, table_row, num_pages, first_key, key_end, key):
