@@ -81,7 +81,7 @@ DECODE_DEFECTS: list[tuple[Callable[[str], str], type[Fault], str]] = [
     (repairs.initialisation_fence, ProxyFault, "was initialised and not made visible to the async proxy"),
     (repairs.answered_arrivals, BarrierFault, r"arrives twice at barrier \d in one phase"),
     (repairs.zero_fill_wait, TensorMemoryFault, r"tcgen05\.wait::st"),
-    (repairs.maximum_barrier, RaceFault, r"updates shared address 0x\w+, read by warp \d"),
+    (repairs.maximum_barrier, RaceFault, r"updates shared address 0x\w+, read by (lane \d+ of )?warp \d"),
     (repairs.balanced_bytes, TransactionFault, "ends with a transaction count of 2048 bytes"),
 ]
 """Repair, and the fault that is reported where it alone is missing."""
