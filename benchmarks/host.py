@@ -108,10 +108,11 @@ def _runs(library: Library, device: torch.device, notes: list[str], *, bursts: i
     # Short sequences: the GPU must finish a step sooner than the host enqueues it.
     problem = Problem(Shape("host", 8, 1, 128, page_size, (256,)), decode.kv_format, device)
     for splits, title in ((1, "unsplit"), (2, "split")):
-        plan = decode.plan(
-            [256], num_q_heads=8, num_kv_heads=1, force_splits=splits, max_splits=1 if splits == 1 else None
-        )
-        times = _in_turns(_contestants(plan, problem, loop), device, bursts)
+        plan_splits = 1 if splits == 1 else None
+        plan = decode.plan([256], num_q_heads=8, num_kv_heads=1, force_splits=splits, max_splits=plan_splits)
+        again = decode.plan([256], num_q_heads=8, num_kv_heads=1, force_splits=splits, max_splits=plan_splits)
+        contestants = _contestants(plan, problem, loop) | {"new Q": partial(_burst_us, _with_new_q(again, problem))}
+        times = _in_turns(contestants, device, bursts)
         base = "C" if loop is not None else "Python"
         if loop is not None:
             yield Figure(f"C loop over cuLaunchKernelEx, {title}", times["C"], "us")
@@ -119,15 +120,13 @@ def _runs(library: Library, device: torch.device, notes: list[str], *, bursts: i
         yield Figure(f"BoundLaunch.launch, {title}", times["BoundLaunch.launch"], "us")
         target = times[base] + RUN_SLACK_US
         yield Figure(f"plan.run, unchanged tensors, {title} ({base} loop + 3 us)", times["plan.run"], "us", target)
+        yield Figure(f"plan.run, a new Q, {title}", times["new Q"], "us")
 
 
 def _contestants(plan: Plan, problem: Problem, loop: launch_loop.Loop | None) -> dict[str, Callable[[], float]]:
     """Ways to launch a plan's kernels; each enqueues a burst and returns microseconds a step."""
-    device = problem.device
-    out = torch.empty_like(problem.q)
-    lse = torch.empty(plan.shape.lse, dtype=torch.float32, device=device)
-    workspace = torch.empty(max(16, plan.workspace_bytes()), dtype=torch.uint8, device=device)
-    stream = raw_stream(device)
+    out, lse, workspace = _outputs(plan, problem).values()
+    stream = raw_stream(problem.device)
 
     def run() -> None:
         plan.run(problem.q, problem.k, problem.v, problem.table, out=out, lse=lse, workspace=workspace)
@@ -153,6 +152,22 @@ def _contestants(plan: Plan, problem: Problem, loop: launch_loop.Loop | None) ->
         table = [(int(p._config.getPtr()), int(p._function), p._pointers_address) for p in prepared]
         found["C"] = lambda: loop(address, table, BURST) / 1e3
     return found
+
+
+def _with_new_q(plan: Plan, problem: Problem) -> Callable[[], object]:
+    """A step of eager serving: each has a Q that the last one had not, and nothing else is new."""
+    arguments = _outputs(plan, problem)
+    queries = itertools.cycle((problem.q, problem.q.clone()))
+    return lambda: plan.run(next(queries), problem.k, problem.v, problem.table, **arguments)
+
+
+def _outputs(plan: Plan, problem: Problem) -> dict[str, torch.Tensor]:
+    """Arguments of `run` that hold what it writes."""
+    return {
+        "out": torch.empty_like(problem.q),
+        "lse": torch.empty(plan.shape.lse, dtype=torch.float32, device=problem.device),
+        "workspace": torch.empty(max(16, plan.workspace_bytes()), dtype=torch.uint8, device=problem.device),
+    }
 
 
 def _in_turns(contestants: dict[str, Callable[[], float]], device: torch.device, bursts: int) -> dict[str, float]:

@@ -105,6 +105,9 @@ class ArgumentPlan:
         self.names = dict.fromkeys(used).keys()
         """Every launch value that the kernel needs."""
         self._grid_names = frozenset(_text(record.grid))
+        shared = self._grid_names.union(*self._map_names.values())
+        self.addresses = {p.name: p.offset for p in record.params if p.kind == "pointer" and p.name not in shared}
+        """Offsets of the pointers that no tensor map and no grid depends on."""
         self._floats = tuple(p.name for p in record.params if p.kind == "f32")
 
     def pack(self, values: Mapping[str, Value]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -12,6 +13,8 @@ from cubinery.runtime.arguments import ArgumentPlan, TensorMapCache, Value
 from cubinery.runtime.driver import Driver, LaunchConfig, PreparedLaunch
 from cubinery.runtime.errors import ArgumentError
 from cubinery.runtime.manifest import KernelRecord
+
+_POINTER = struct.Struct("<Q")
 
 
 class Kernel:
@@ -109,6 +112,15 @@ class BoundLaunch:
         changed = [name for name, value in values.items() if name not in old or old[name] != value]
         if changed:
             self._change(old | values, changed)
+
+    def set_address(self, name: str, address: int) -> None:
+        """`update` of one pointer: a store of 8 bytes where nothing else of the launch depends on it."""
+        offset = self._arguments.addresses.get(name)
+        if offset is None or type(address) is not int or not 0 <= address < 2**64:
+            self.update(**{name: address})
+            return
+        _POINTER.pack_into(self._prepared.params, offset, address)
+        self._values[name] = address
 
     def rebind(self, values: Mapping[str, Value]) -> None:
         """Replace all values, as `Kernel.bind` would; packs again only what differs. Raises ArgumentError."""

@@ -15,6 +15,7 @@ from fake_driver import FakeDriver, write_bundle
 
 from benchmarks import build, host, launch_loop
 from benchmarks.report import figure_lines
+from benchmarks.shapes import Problem, Shape
 from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import FileRecord, Manifest
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
@@ -39,6 +40,19 @@ def test_plan_is_timed_up_to_its_upload(library: Library) -> None:
     before, whole = figures[0], figures[1]
     assert 0 < before.measured < whole.measured
     assert (before.target, whole.target) == (host.PLAN_TARGET_US, None)
+
+
+def test_each_step_of_eager_serving_has_a_new_q(library: Library) -> None:
+    driver: Any = library.driver
+    decode, page_size = host._decode(library, CPU)
+    problem = Problem(Shape("host", 8, 1, 128, page_size, (256,)), decode.kv_format, CPU)
+    step = host._with_new_q(decode.plan([256], num_q_heads=8, num_kv_heads=1, force_splits=2), problem)
+    for _ in range(4):
+        step()
+    first, second, *others = [launch.values for launch in driver.launches]
+    assert first["q"] != second["q"]
+    assert second == first | {"q": second["q"]}
+    assert others == [first, second]
 
 
 def test_a_hundred_keys_are_opened(library: Library) -> None:

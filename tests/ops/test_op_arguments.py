@@ -465,10 +465,12 @@ def test_a_plan_leaves_no_cycle(made: tuple[Plan, FakeDriver], p: Problem) -> No
         plan = decode.plan(p.lengths, **p.heads)
         out, lse = plan.run(*p.tensors)
         plan.run(*p.tensors, out=out, lse=lse)
+        plan.run(p.q.clone(), p.k[:], *p.tensors[2:])
         alive = weakref.ref(plan), weakref.ref(plan._upload.tensor)
         assert len(plan._recent) == 1
         del plan
         assert [ref() for ref in alive] == [None, None]
+        assert gc.collect() == 0
     finally:
         gc.enable()
 

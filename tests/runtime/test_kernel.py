@@ -169,6 +169,24 @@ def test_an_update_equals_a_new_bind(kernel: Kernel, driver: FakeDriver) -> None
         assert bound.values == values
 
 
+def test_an_address_that_is_set_equals_an_update(kernel: Kernel, driver: FakeDriver) -> None:
+    bound, updated = kernel.bind(VALUES), kernel.bind(VALUES)
+    for name, address in (("y", 0x3000), ("x", 0x4000), ("y", 2**64 - 1), ("x", 0x4000), ("scale", 3)):
+        bound.set_address(name, address)
+        updated.update(**{name: address})
+        bound.launch(1)
+        updated.launch(1)
+        assert driver.launches[-2].params == driver.launches[-1].params
+        assert bound.values == updated.values
+    before = dict(bound.values)
+    for name, bad in (("y", 2**64), ("y", -1), ("y", 1.5), ("y", None), ("x", 8), ("z", 16)):
+        with pytest.raises(ArgumentError, match=rf"{name}.* = ({bad}|0x8)|unknown value {name}"):
+            bound.set_address(name, bad)  # type: ignore[arg-type]
+    bound.launch(1)
+    assert driver.launches[-1].params == driver.launches[-2].params
+    assert bound.values == before
+
+
 def test_kernel_launch_follows_its_values(kernel: Kernel, driver: FakeDriver) -> None:
     for change in ({}, {"y": 8}, {"x": 0x8000}, {}):
         kernel.launch(VALUES | change, 3)

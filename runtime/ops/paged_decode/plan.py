@@ -75,6 +75,7 @@ class Plan:
         self._recent: Recent = {}
         self._device_planner: DevicePlanner | None = None
         self._workspace: torch.Tensor | None = None
+        self._lse_like: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
         work = self._upload.tensor.data_ptr()
         self._one = work + 32 * self.num_work + 4 * self.num_seqs
@@ -283,8 +284,11 @@ class Plan:
             or out.data_ptr() != out_at
             or lse.data_ptr() != lse_at
             or (None if workspace is None else workspace.data_ptr()) != workspace_at
-            or (softmax_scale is not known_softmax_scale and softmax_scale != known_softmax_scale)
-            or (out_scale is not known_out_scale and out_scale != known_out_scale)
+            or (
+                softmax_scale is not known_softmax_scale
+                and (type(softmax_scale) is not float or softmax_scale != known_softmax_scale)
+            )
+            or (out_scale is not known_out_scale and (type(out_scale) is not float or out_scale != known_out_scale))
             or check_block_table
             or (
                 q_descale is not None
@@ -317,10 +321,17 @@ class Plan:
     ) -> tuple[Callable[[int], None], torch.Tensor, torch.Tensor]:
         """Check every argument that changed, allocate what was not given, and pack the launches: (launch, out, lse)."""
         q, k, v, table, q_descale, k_descale, v_descale, out, lse, workspace, sinks, q_lens, k_scales, v_scales = given
-        shape, device = self.shape, self.decode.torch_device
-        dense = all(isinstance(x, torch.Tensor) and x.layout == torch.strided for x in (k, v))
+        shape = self.shape
+        dense = _is_dense(k) and _is_dense(v)
         where = (k.data_ptr(), v.data_ptr()) if dense else None
         call = None if where is None else self._calls.get(where)
+        if call is not None and not check_block_table:
+            # Most often one tensor is new since the last run, or stands at another address, and nothing else differs.
+            if (out is None or lse is None) and call.is_alike(0, q):
+                out, lse = self._outputs(q, out, lse, raw)
+                given = (*given[:7], out, lse, *given[9:])
+            if call.replace(given, scales, self._recent):
+                return call.decode.enqueue, out, lse
         # What an earlier run of this layer was given too has been checked, and its values are packed.
         same = [False] * len(given) if call is None else call.same(given)
         values: tensors.Values = dict(self._constants) if call is None else {}
@@ -352,13 +363,8 @@ class Plan:
         if not same[11]:
             values |= tensors.q_lens(q_lens, shape, wanted=self.config.q_lens)
         if out is None or lse is None:
-            with on_stream(device, raw):
-                if out is None:
-                    out = torch.empty(tuple(q.shape), dtype=torch.bfloat16, device=device)
-                    values |= tensors.queries("out", out, shape, "o")
-                if lse is None:
-                    lse = torch.empty(shape.lse, dtype=torch.float32, device=device)
-                    values |= tensors.lse(lse, shape)
+            out, lse = self._outputs(q, out, lse, raw)
+            values |= tensors.queries("out", out, shape, "o") | tensors.lse(lse, shape)
         assert where is not None, "caches() refuses what is no dense tensor"
         if call is None:
             while len(self._calls) >= MAX_CALLS:
@@ -373,6 +379,22 @@ class Plan:
         call.remember((*given[:7], out, lse, *given[9:]), scales, self._recent)
         call.table_keys = table.shape[1] * shape.page_size
         return call.decode.enqueue, out, lse
+
+    def _outputs(
+        self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, raw: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`out` and `lse`, contiguous ones allocated where they are None; `q` has been checked."""
+        if out is not None and lse is not None:
+            return out, lse
+        with on_stream(self.decode.torch_device, raw):
+            # `empty_like` is almost twice as fast as `empty`.
+            if out is None:
+                out = torch.empty_like(q, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+            if lse is None:
+                if self._lse_like is None:  # of its dtype and shape, without memory of its own
+                    self._lse_like = self._upload.tensor[:1].view(torch.float32).expand(self.shape.lse)
+                lse = torch.empty_like(self._lse_like, memory_format=torch.contiguous_format)
+        return out, lse
 
     def _scales(self, scales: tuple[Any, ...], descales: tuple[Any, ...]) -> tensors.Values:
         """The two scale parameters. Descales that are numbers join the one that they multiply."""
@@ -470,3 +492,8 @@ class Plan:
                 f"{what} copies from the host, which a graph must not repeat: plan before the capture, and call "
                 "update before each replay"
             )
+
+
+def _is_dense(x: Any) -> bool:
+    """Whether it is a tensor that has an address."""
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided

@@ -19,6 +19,8 @@ from cubinery.runtime.library import Library
 
 _cuda: Any = torch.cuda  # partly untyped
 
+_NOTHING = nullcontext()
+
 # The raw handle without building a Stream object, which takes longer than all other host work of a launch.
 _raw_current: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -63,7 +65,7 @@ def torch_stream(device: torch.device, raw: int) -> Any:
 def on_stream(device: torch.device, raw: int) -> AbstractContextManager[Any]:
     """Allocate and copy on a stream: a context, free where it is the current one already."""
     if device.type == "cpu" or raw == raw_stream(device):
-        return nullcontext()
+        return _NOTHING
     return torch.cuda.stream(torch_stream(device, raw))
 
 
