@@ -24,7 +24,7 @@ def roofline(rows: Sequence[Row], copy_gbps: float, title: str, path: Path) -> s
     figure, panels = plt.subplots(len(formats), 1, figsize=(11, 4.6 * len(formats)), squeeze=False)
     for panel, kv_format in zip(panels[:, 0], formats, strict=True):
         _panel(panel, [row for row in rows if row.kv_format == kv_format], copy_gbps)
-        panel.set_title(f"paged decode, {kv_format} KV: {title}", loc="left", fontsize=10)
+        panel.set_title(f"paged decode, {kv_format} KV: {title}", loc="left", fontsize=10, pad=20)  # above the legend
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
