@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -188,7 +190,7 @@ def _in_turn(left: Sequence[Task], end: float) -> Iterator[Result]:
 def _in_processes(left: Sequence[Task], end: float, jobs: int) -> Iterator[Result]:
     """No task waits in a queue: the budget decides when it could begin."""
     waiting = iter(left)
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
         running: set[Future[Result]] = set()
         while True:
             for task in itertools.islice(waiting, jobs - len(running) if time.perf_counter() <= end else 0):
@@ -199,6 +201,18 @@ def _in_processes(left: Sequence[Task], end: float, jobs: int) -> Iterator[Resul
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
                 yield future.result()
+
+
+def _end_with_parent() -> None:
+    """A worker whose campaign was killed would wait for its next task for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _run_named(root: Path, key: str, ptx: str, trial: str, schedule: str) -> Result:
