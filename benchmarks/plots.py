@@ -1,7 +1,15 @@
-"""The roofline of decode: achieved bandwidth of every shape under what the memory gives."""
+"""The roofline of decode: achieved bandwidth of every shape under what the memory gives.
+
+    python -m benchmarks.plots build/bench/results.json roofline.png
+
+draws a run that was made where matplotlib is missing.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,3 +60,21 @@ def _panel(panel: Any, rows: Sequence[Row], copy_gbps: float) -> None:
     panel.set_ylim(bottom=0)
     panel.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw the plot of a run's results.json; status 1 where that cannot be."""
+    from benchmarks.report import rows_of
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description="Draw the plot of a run.")
+    parser.add_argument("results", type=Path, help="results.json of the run")
+    parser.add_argument("plot", type=Path, help="the PNG to write")
+    options = parser.parse_args(arguments)
+    found = json.loads(options.results.read_text(encoding="utf-8"))
+    why = roofline(rows_of(found), found["copy_gbps"], found["machine"]["gpu"], options.plot)
+    print(why or f"written: {options.plot}", file=sys.stderr if why else sys.stdout)
+    return bool(why)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ import torch
 import cubinery
 from benchmarks import summary
 from benchmarks.host import Figure
-from benchmarks.paged_decode import OURS, Guest, Row
+from benchmarks.paged_decode import OURS, Guest, Result, Row
+from benchmarks.shapes import Shape
+from benchmarks.timing import Time
 from cubinery.runtime.library import Library
 
 WIDTH = 120
@@ -196,6 +198,24 @@ def row_json(row: Row, copy_gbps: float | None) -> dict[str, Any]:
         "floor": asdict(row.floor) if row.floor else None,
         "results": results,
     }
+
+
+def rows_of(found: Mapping[str, Any]) -> list[Row]:
+    """The rows that `to_json` made plain data of."""
+
+    def time(data: Mapping[str, Any] | None) -> Time | None:
+        return None if data is None or "us" not in data else Time(*(data[f.name] for f in fields(Time)))
+
+    rows = []
+    for data in found["rows"]:
+        named = {f.name: data["shape"][f.name] for f in fields(Shape)}
+        row = Row(Shape(**named | {"lens": tuple(named["lens"])}), data["kv_format"], time(data["floor"]))
+        row.results.update(
+            (name, Result(time(result), result.get("error", ""), result["detail"]))
+            for name, result in data["results"].items()
+        )
+        rows.append(row)
+    return rows
 
 
 def page(where: Machine, text: Sequence[str], *, plot: str | None) -> str:

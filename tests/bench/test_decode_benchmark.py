@@ -132,6 +132,21 @@ def test_the_plot_is_drawn_or_its_lack_explained(tmp_path: Path) -> None:
     assert not why or "pip install matplotlib" in why
 
 
+@pytest.mark.parametrize("error", ["", "no such kernel"])
+def test_rows_come_back_from_json(library: Library, error: str) -> None:
+    rows = results(peers=True, error=error)
+    found = report.to_json(report.machine(library, 0), 4000.0, rows, [], [], {})
+    assert report.rows_of(json.loads(json.dumps(found))) == rows
+
+
+def test_a_run_is_drawn_elsewhere(library: Library, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report.to_json(report.machine(library, 0), 4000.0, results(peers=True), [], [], {})
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    status = plots.main([str(tmp_path / "results.json"), str(tmp_path / "again.png")])
+    assert (tmp_path / "again.png").exists() == (status == 0)
+    assert ("written: " in capsys.readouterr().out) == (status == 0)
+
+
 def test_json_holds_every_figure(library: Library) -> None:
     rows = rows_of(library, [TorchPeer("wrong", 1.2)], CountingTimer())
     found = json.loads(json.dumps(report.to_json(report.machine(library, 0), 1000.0, rows, [], [], {})))
