@@ -166,6 +166,11 @@ class Case:
         keys = torch.as_tensor(positions, device=self.device, dtype=torch.long)
         return self.table[seq].long()[keys // self.page_size], keys % self.page_size
 
+    def held(self, seq: int, positions: Sequence[int]) -> list[int]:
+        """Those of a sequence's keys whose page it still has: a window lets the ones before it go."""
+        pages = self.table[seq].tolist()
+        return [key for key in positions if 0 <= pages[key // self.page_size] < len(self.live)]
+
     def write(self, name: str, seq: int, positions: Sequence[int], values: torch.Tensor | float) -> None:
         """Rows of K or V at some keys of a sequence; `values` broadcasts to (len(positions), h_k, d)."""
         rows = torch.as_tensor(values, dtype=torch.float32, device=self.device)

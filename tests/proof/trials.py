@@ -241,10 +241,10 @@ def scores(bench: Bench) -> None:
     case.q.copy_(case.q.float().nan_to_num().abs().to(case.q.dtype))
     case.fill("k", 0.0)
     for tile in range(3):
-        case.write("k", 0, range(128 * tile, min(300, 128 * (tile + 1))), tile + 1.0)
+        case.write("k", 0, case.held(0, range(128 * tile, min(300, 128 * (tile + 1)))), tile + 1.0)
     peaks = {1: 5, 2: 150, 3: 300 - q_len}  # that every token sees
     for seq, position in peaks.items():
-        case.write("k", seq, [position], 4.0)
+        case.write("k", seq, case.held(seq, [position]), 4.0)
     # Sums of a query's elements decide how far apart scores are.
     sums = case.q.double().sum(-1).view(4, q_len, case.group)
     bench.solve(case, {"softmax_scale": 0.1 * case.d**-0.5}, force_splits=1)
