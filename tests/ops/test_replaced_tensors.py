@@ -12,6 +12,7 @@ from decode_problem import Problem
 from fake_driver import FakeDriver
 
 from cubinery.runtime.errors import ArgumentError
+from cubinery.runtime.kernel import BoundLaunch
 from cubinery.runtime.ops.paged_decode import calls, tensors
 from cubinery.runtime.ops.paged_decode.calls import Call
 from cubinery.runtime.ops.paged_decode.op import PagedDecode, Plan
@@ -322,3 +323,24 @@ def test_layers_that_exchange_their_views_keep_apart(make_decode: Make, p: Probl
             values = driver.launches[-1].values
             assert (values["k_map"].address, values["v_map"].address) == (k.data_ptr(), v.data_ptr())
     assert len(driver.encoded) == 6
+
+
+@pytest.mark.parametrize("step", ["set_address", "_enter"])
+def test_an_interrupt_in_the_middle_leaves_no_call_half_changed(
+    ran: tuple[Plan, FakeDriver], arguments: Arguments, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    plan, driver = ran
+    owner: type = Call if step == "_enter" else BoundLaunch
+    real = getattr(owner, step)
+
+    def interrupted(*given: Any) -> None:
+        real(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plan.run(**arguments | {"q": arguments["q"].clone()})
+    plan.run(**arguments)
+    assert driver.launches[-1].values["q"] == arguments["q"].data_ptr()
+    assert driver.launches[-1].params == checked_anew(plan, driver, arguments)

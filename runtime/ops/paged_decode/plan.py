@@ -259,6 +259,8 @@ class Plan:
         With `out`, `lse` and `workspace` given it allocates, copies and waits for nothing. Rows that see no
         key give 0, and an LSE of -inf or their sink. Raises ArgumentError before anything is launched.
         """
+        if not self._alive:
+            process.check(self._generation, repr(self))
         raw = self._current(self._current_of) if stream is None else raw_stream(self.decode.torch_device, stream)
         # The launches of an earlier run with these very objects need no second look: a weak reference that still gives
         # an object gives the same one (None: it died), and the addresses say that nobody gave it other memory. Written
@@ -309,8 +311,6 @@ class Plan:
             enqueue, out, lse = self._bind(given, (softmax_scale, out_scale), raw, check_block_table)
         if raw != self._ordered:
             self._order(raw)
-        if not self._alive:
-            process.check(self._generation, repr(self))
         enqueue(raw)
         return out, lse
 
@@ -330,8 +330,12 @@ class Plan:
             if (out is None or lse is None) and call.is_alike(0, q):
                 out, lse = self._outputs(q, out, lse, raw)
                 given = (*given[:7], out, lse, *given[9:])
-            if call.replace(given, scales, self._recent):
-                return call.decode.enqueue, out, lse
+            try:
+                if call.replace(given, scales, self._recent):
+                    return call.decode.enqueue, out, lse
+            except BaseException:  # an interrupt too: it may be half changed
+                self._forget(where)
+                raise
         # What an earlier run of this layer was given too has been checked, and its values are packed.
         same = [False] * len(given) if call is None else call.same(given)
         values: tensors.Values = dict(self._constants) if call is None else {}
@@ -366,17 +370,17 @@ class Plan:
             out, lse = self._outputs(q, out, lse, raw)
             values |= tensors.queries("out", out, shape, "o") | tensors.lse(lse, shape)
         assert where is not None, "caches() refuses what is no dense tensor"
-        if call is None:
-            while len(self._calls) >= MAX_CALLS:
-                self._forget(next(iter(self._calls)))
-            call = self._calls[where] = Call(self._kernel, values)
-        else:
-            try:
+        try:
+            if call is None:
+                while len(self._calls) >= MAX_CALLS:
+                    self._forget(next(iter(self._calls)))
+                call = self._calls[where] = Call(self._kernel, values)
+            else:
                 call.rebind(values)
-            except BaseException:
-                self._forget(where)  # it may be half changed
-                raise
-        call.remember((*given[:7], out, lse, *given[9:]), scales, self._recent)
+            call.remember((*given[:7], out, lse, *given[9:]), scales, self._recent)
+        except BaseException:
+            self._forget(where)
+            raise
         call.table_keys = table.shape[1] * shape.page_size
         return call.decode.enqueue, out, lse
 
@@ -416,8 +420,10 @@ class Plan:
             )
         return {"scale_qs": scale_qs, "scale_o": scale_o}
 
-    def _forget(self, key: tuple[int, int]) -> None:
-        self._calls.pop(key).forget(self._recent)
+    def _forget(self, key: tuple[int, int] | None) -> None:
+        call = self._calls.pop(key, None) if key else None
+        if call is not None:
+            call.forget(self._recent)
 
     def _partials(self, workspace: torch.Tensor | None, raw: int) -> tensors.Values:
         """Addresses of the partial results in the workspace."""
