@@ -96,7 +96,8 @@ sanitize:  ## Run compute-sanitizer's four tools over the kernels of BUNDLE=... 
 
 # build/proof-sim: python -m proof.build, see docs/results/blackwell.md. What its results hold is not run again.
 proof: $(STAMP)  ## Run the written edge cases on the simulator over every decode of BUNDLE=... that keeps its PTX
-	@PYTHONPATH=src:tests $(PY) -m proof --bundle $(BUNDLE) --results $(BUNDLE)-results.jsonl --summary - $(PROOF_ARGS)
+	@PYTHONPATH=src:tests $(PY) -m proof --bundle $(BUNDLE) --results $(BUNDLE)-results.jsonl --summary - \
+	  $(if $(JOBS),--jobs $(JOBS)) $(PROOF_ARGS)
 
 bench:  ## Measure BUNDLE=... on this machine's GPU and draw the roofline (needs no compiler)
 	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks $(BENCH_ARGS)
