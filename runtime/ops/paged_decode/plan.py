@@ -256,9 +256,10 @@ class Plan:
           strides and the address in multiples of a row, head_dim / 16 bytes, or of 16 if that is less. The factor of
           the whole tensor is the descale (see `quantize.quantize_kv`).
 
-        Tensors of an earlier run are known again by identity and address: one whose shape or strides were changed in place
-        since must come as a new view. With `out`, `lse` and `workspace` given it allocates, copies and waits for nothing. Rows that see no
-        key give 0, and an LSE of -inf or their sink. Raises ArgumentError before anything is launched.
+        Tensors of an earlier run are known again by identity and address: one whose shape or strides were changed in
+        place since must come as a new view. With `out`, `lse` and `workspace` given it allocates, copies and waits for
+        nothing. Rows that see no key give 0, and an LSE of -inf or their sink. Raises ArgumentError before anything is
+        launched.
         """
         if not self._alive:
             process.check(self._generation, repr(self))
