@@ -12,6 +12,7 @@ from cubinery.aot.ptxsim.global_races import READ as READS
 from cubinery.aot.ptxsim.global_races import UPDATE as UPDATES
 from cubinery.aot.ptxsim.global_races import WRITE as WRITES
 from cubinery.aot.ptxsim.global_races import GlobalRaces
+from cubinery.aot.ptxsim.independence import Touched
 from cubinery.aot.ptxsim.isa.atomics import atomic as atomic_operation
 from cubinery.aot.ptxsim.memory import (
     GENERIC,
@@ -60,10 +61,17 @@ class Access:
     """Records what this launch touches, for a dependent launch that may overlap with it."""
     predecessor: Footprint | None
     """What the launch before touched, where this one may overlap with it."""
+    touched: Touched | None
+    """Records what this share of a launch touches, where others are only supposed not to touch it."""
     gone: Any
     """CTA slots whose threads have all exited: bool (slots,)."""
     waited: Any
     """CTA slots that have executed griddepcontrol.wait: bool (slots,)."""
+
+    @property
+    def watched(self) -> bool:
+        """Does anybody want to know of accesses to global memory?"""
+        return self.global_races is not None or self.touched is not None
 
     # -- faults --------------------------------------------------------------------------------
 
@@ -224,7 +232,7 @@ class Access:
                 bad = found.block.unwritten(index, width, count, wanted)
                 if bad is not None and bad.any():
                     self._unwritten(g, mask, k, address, bad, "global")
-            if self.global_races is not None:
+            if self.watched:
                 self._orders_access(g, k, found, spread(index, len(g)), self.active(g, mask), size, READS)
             return found.block.load(index, width, count)
         return self._load_pieces(g, mask, k, address, width, count, wanted)
@@ -243,7 +251,7 @@ class Access:
                     bad = np.zeros(address.shape, bool)
                     bad[inside] = missing
                     self._unwritten(g, mask, k, address, bad, "global")
-            if self.global_races is not None:
+            if self.watched:
                 where = (address - np.uint64(found.origin)).astype(np.int64)
                 self._orders_access(g, k, found, where, inside, width * count, READS)
             for out, values in zip(result, found.block.load(index, width, count), strict=True):
@@ -267,7 +275,7 @@ class Access:
         address = spread(address, len(g))
         for found, inside in self._pieces(g, mask, k, address, size):
             index = (address[inside] - np.uint64(found.origin)).astype(np.int64)
-            if self.global_races is not None:
+            if self.watched:
                 where = (address - np.uint64(found.origin)).astype(np.int64)
                 self._orders_access(g, k, found, where, inside, size, WRITES, values)
             self.memory.writes(found).store(
@@ -279,10 +287,22 @@ class Access:
         values: tuple[Any, ...] = (),
     ) -> None:  # fmt: skip
         """Lanes `inside` touch bytes of an allocation: in order with the rest of the launch and with others."""
-        assert self.global_races is not None
-        self.global_races.access(self, g, k, found, index, inside, size, does, values)  # type: ignore[arg-type]
+        if self.touched is not None:
+            self._uses_memory(self.touched, g, k, found, index, inside, size, does)
+        if self.global_races is not None:
+            self.global_races.access(self, g, k, found, index, inside, size, does, values)  # type: ignore[arg-type]
         if self.footprint is not None or self.predecessor is not None:
             self._overlaps(g, k, found, index, inside, size, does != READS)
+
+    def _uses_memory(
+        self, touched: Touched, g: Gang, k: int, found: Allocation, index: Any, inside: Any, size: int, does: str
+    ) -> None:
+        """Record an access for the proof that shares are independent."""
+        touched.access(found, index[inside], size, does != READS)
+        if does != WRITES:
+            rows = np.flatnonzero(inside.any(axis=1))
+            first = index[rows, inside[rows].argmax(axis=1)] + found.origin
+            touched.repeats(k, g.warps[rows], self.block_index[g.cta[rows, 0]], first)
 
     def _overlaps(self, g: Gang, k: int, found: Allocation, index: Any, inside: Any, size: int, writes: bool) -> None:
         """Report what the launch before may still be at, and record for the launch after. `inside`: the lanes."""
@@ -426,7 +446,7 @@ class Access:
                 continue
             for found, inside in self._pieces(g, lanes, k, offset, width):
                 index = (offset[inside] - np.uint64(found.origin)).astype(np.int64)
-                if self.global_races is not None:
+                if self.watched:
                     whole = (offset - np.uint64(found.origin)).astype(np.int64)
                     self._orders_access(g, k, found, whole, inside, width, UPDATES)
                 some = [o[inside[lanes]] for o in operands]

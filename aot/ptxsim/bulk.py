@@ -84,6 +84,7 @@ class BulkCopies(Copies):
             address, count = int(origin[row, lane]), int(sizes[row, lane])
             try:
                 self._bulk_source(address, count)
+                self._copy_reads(g, row, k, address, count)
             except Fault as error:
                 self._placed(error, g, k, row, lane)
             data[row, lane] = async_copy.padded(self.memory.bytes(address, count), size)
@@ -163,6 +164,7 @@ class BulkCopies(Copies):
         slot = start = 0
         if form.source == "global":
             self._bulk_source(origin, size)
+            self._copy_reads(g, row, k, origin, size)
             found = self.memory.find(origin)
             if self.global_races is not None and found is not None:
                 run = np.array([origin - found.origin])

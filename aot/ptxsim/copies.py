@@ -91,6 +91,7 @@ class Copies(Barriers):
                 data = self.memory.bytes(address, 128).tobytes()
             except KeyError:
                 self.fail(OutOfBoundsFault, f"no tensor map at {address:#x}", g, k)
+            self._copy_reads(g, row, k, address, 128)
         found = self._maps.get(data)
         if found is None:
             try:
@@ -179,11 +180,18 @@ class Copies(Barriers):
 
         self.issue(0, slot, land)
 
+    def _copy_reads(self, g: Gang, row: int, k: int, start: int, size: int) -> None:
+        """A warp reads some of `size` bytes from an address of global memory, other than by a lane's load."""
+        if self.touched is not None:
+            block = self.block_index[int(g.cta[row, 0])].tolist()
+            self.touched.copy_reads(k, int(g.warps[row]), block, start, size)
+
     def _check_source(self, g: Gang, row: int, lane: int, k: int, tile: tma.Tile) -> None:
         """The rows of a box that exist lie in allocations, and hold something."""
         low, size = tile.extent()
         if not size:
             return
+        self._copy_reads(g, row, k, low, size)
         found = self.memory.find(low)
         if self.global_races is not None and found is not None and self.global_races.written(found):
             starts = tile.rows[tile.exists] + tile.first
@@ -278,6 +286,8 @@ class Copies(Barriers):
         self, g: Gang, row: int, lane: int, k: int, starts: Any, size: int, combines: bool
     ) -> Callable[[], None]:
         """A bulk copy writes `size` bytes from each address of an array; call the result when it has."""
+        if self.touched is not None:
+            self.touched.copy_writes(self.memory, starts, size)
         clock = None
         rest = starts
         while self.global_races is not None and len(rest):

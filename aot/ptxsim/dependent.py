@@ -32,6 +32,10 @@ class Footprint:
         for i in range(size // width):
             view[at + i] |= every
 
+    def span(self, allocation: Allocation, start: int, stop: int, mark: np.uint8) -> None:
+        """Bytes [start, stop) of an allocation are read or written."""
+        self._of(allocation)[start:stop] |= mark
+
     def touched(self, allocation: Allocation, index: Any, size: int, mark: np.uint8) -> Any:
         """Where any of those bytes has one of the marks: an array like `index`, or None where none has."""
         found = self._marks.get(allocation.base)

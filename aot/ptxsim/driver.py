@@ -23,7 +23,7 @@ from cubinery.aot.ptxsim.launch import Launch, usable_cores
 from cubinery.aot.ptxsim.machine import Checks, Machine
 from cubinery.aot.ptxsim.memory import GlobalMemory
 from cubinery.aot.ptxsim.schedule import Counters, Fair
-from cubinery.aot.ptxsim.shares import shares
+from cubinery.aot.ptxsim.shares import cut
 from cubinery.aot.ptxsim.tensormap import TensorMap
 from cubinery.aot.ptxsim.translate import Code, Translation, code
 from cubinery.aot.ptxsim.waits import Tracer
@@ -222,8 +222,9 @@ class SimPrepared:
         driver, kernel, config = self.driver, self.kernel, self.config
         self._check()
         params, known = self._ptx_params(), kernel.translation.entry.directives
+        parts = cut(kernel.translation, config.grid, config.cluster)
 
-        def machine(share: int, clusters: range | None) -> Machine:
+        def machine(share: int, clusters: Sequence[int] | None) -> Machine:
             return Machine(
                 kernel.translation,
                 driver.memory,
@@ -234,6 +235,7 @@ class SimPrepared:
                 dynamic_smem=config.dynamic_smem,
                 clusters=clusters,
                 share=share,
+                supposed=parts.supposed and clusters is not None,
                 schedule=driver.schedule().of_share(share),
                 checks=driver.checks,
                 resident=driver.resident,
@@ -248,9 +250,8 @@ class SimPrepared:
             driver.memory.variable(kernel.translation.name, v)
         size = math.prod(config.cluster)
         total = math.prod(config.grid)
-        parts = shares(kernel.translation, total // size, size)
-        name = kernel.translation.entry.name
-        launch = Launch(machine, driver.memory, parts, size, name, driver.progress)
+        name, again = kernel.translation.entry.name, None if driver.tracer is None else driver.tracer.again
+        launch = Launch(machine, driver.memory, parts, size, name, driver.progress, again)
         launch.run(1 if driver.tracer is not None else driver.processes or usable_cores())
         driver.footprint = launch.footprint if kernel.translation.lets_go else None
         driver.counters.instructions += launch.counters.instructions

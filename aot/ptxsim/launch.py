@@ -3,6 +3,9 @@
 Every share starts from global memory as it was before the launch and never sees another's writes; these are merged in
 the order of the shares once all have run. So a launch gives the same results, and the same fault (that of the first
 share that has one), on any number of processes. See shares.py for when a launch may be cut at all.
+
+Where it is only supposed that the shares have nothing to do with each other, that must show once they have run. If it
+does not, or one of them has failed, memory is as before, and the launch runs again, whole: what that does counts.
 """
 
 from __future__ import annotations
@@ -18,15 +21,17 @@ from typing import Any
 from cubinery.aot.ptxsim.dependent import Footprint
 from cubinery.aot.ptxsim.errors import SimError
 from cubinery.aot.ptxsim.helpers import Claims, Helpers
+from cubinery.aot.ptxsim.independence import Touches, independent
 from cubinery.aot.ptxsim.isolation import Changes, Snapshot
 from cubinery.aot.ptxsim.machine import Machine
 from cubinery.aot.ptxsim.memory import GlobalMemory
 from cubinery.aot.ptxsim.schedule import Counters
+from cubinery.aot.ptxsim.shares import Cut
 
 WORTH = 1.0
 """Seconds of work from which on processes are worth their start: each copies the pages that it writes to."""
 
-Maker = Callable[[int, "range | None"], Machine]
+Maker = Callable[[int, "Sequence[int] | None"], Machine]
 """Makes the machine of a share: its number, and its clusters (None: all)."""
 
 
@@ -39,6 +44,8 @@ class Ran:
     changes: Changes
     marks: dict[int, Any] | None
     """Its footprint."""
+    touches: Touches | None
+    """What it touched, where the cut was only supposed and it has not failed."""
     error: SimError | None
 
 
@@ -54,14 +61,18 @@ class Launch:
         self,
         make: Maker,
         memory: GlobalMemory,
-        shares: Sequence[range],
+        cut: Cut,
         cluster_size: int,
         kernel: str,
         progress: Callable[[int, int], None] | None = None,
+        again: Callable[[], None] | None = None,
     ) -> None:
-        """`progress` is told how many CTAs have ended, of how many; of several shares, when a share's results come."""
-        self.progress = progress
-        self.make, self.memory, self.shares = make, memory, shares
+        """`progress` is told how many CTAs have ended, of how many; of several shares, when a share's results come.
+
+        `again` is told where the launch begins anew, whole.
+        """
+        self.progress, self.again = progress, again
+        self.make, self.memory, self.shares, self.supposed = make, memory, cut.shares, cut.supposed
         self.cluster_size, self.kernel = cluster_size, kernel
         self.counters = Counters()
         self.footprint: Footprint | None = None
@@ -71,23 +82,32 @@ class Launch:
         """Run to the end, in so many processes at most. Raises Fault."""
         start = time.perf_counter()
         try:
-            if len(self.shares) == 1:
+            if len(self.shares) == 1 or not self._together(processes):
                 machine = self.make(0, None)
                 machine.run()
                 self.counters, self.footprint = machine.counters, machine.footprint
-            else:
-                self._together(processes)
         finally:
             self.counters.seconds = time.perf_counter() - start
 
-    def _together(self, processes: int) -> None:
+    def _together(self, processes: int) -> bool:
+        """Run the shares. False where they turn out not to be any; then memory is as before."""
         snapshot = self.memory.snapshot = Snapshot()
         try:
             done = self._all(snapshot, processes)
         finally:
             self.memory.snapshot = None
         done.sort(key=lambda ran: ran.share)
+        if self.supposed and not self._independent(done):
+            if self.again is not None:
+                self.again()
+            return False
         self._merge(snapshot, done)
+        return True
+
+    def _independent(self, done: Sequence[Ran]) -> bool:
+        """Whether all have run, without a fault, and no share touched what another wrote."""
+        touches = [ran.touches for ran in done if ran.touches is not None]
+        return len(touches) == len(self.shares) and independent(self.memory, touches)
 
     def _all(self, snapshot: Snapshot, processes: int) -> list[Ran]:
         """Every share, or those up to one that failed, in any order.
@@ -101,21 +121,27 @@ class Launch:
         try:
             first = self._isolated(snapshot, 0, helpers.start)
             if first.error is not None:
-                claims.stop_after(0)
+                self._failed(claims, 0)
             elif first.counters.seconds * (len(self.shares) - 1) > WORTH:
                 helpers.start()
             done = []
             for ran in chain([first], self._rest(snapshot, claims), helpers.results()):
                 done.append(ran)
+                if self.supposed and ran.error is not None:
+                    break
                 self._tell(done)
             return done
         finally:
             helpers.end()
 
+    def _failed(self, claims: Claims, share: int) -> None:
+        """Only shares before one that failed still matter; none where they are only supposed to be shares."""
+        claims.stop_after(0 if self.supposed else share)
+
     def _tell(self, done: Sequence[Ran]) -> None:
         if self.progress is not None:
             ended = sum(len(self.shares[ran.share]) for ran in done)
-            self.progress(ended * self.cluster_size, self.shares[-1].stop * self.cluster_size)
+            self.progress(ended * self.cluster_size, sum(map(len, self.shares)) * self.cluster_size)
 
     def _isolated(self, snapshot: Snapshot, share: int, meanwhile: Callable[[], None] | None = None) -> Ran:
         """Run one share, and leave global memory as it was. Where it takes long, `meanwhile` is called."""
@@ -128,14 +154,15 @@ class Launch:
         changes = snapshot.changes()
         snapshot.restore(changes)
         marks = None if machine.footprint is None else machine.footprint.marks()
-        return Ran(share, machine.counters, changes, marks, error)
+        touches = None if machine.touched is None or error is not None else machine.touched.touches()
+        return Ran(share, machine.counters, changes, marks, touches, error)
 
     def _rest(self, snapshot: Snapshot, claims: Claims) -> Iterator[Ran]:
         """Run shares as long as there are any to claim."""
         for share in claims:
             ran = self._isolated(snapshot, share)
             if ran.error is not None:
-                claims.stop_after(share)
+                self._failed(claims, share)
             yield ran
 
     def _helps(self, snapshot: Snapshot, claims: Claims) -> Iterator[Ran]:
@@ -161,4 +188,4 @@ class Launch:
 
     def _blocks(self, share: int) -> str:
         clusters = self.shares[share]
-        return f"CTAs {clusters.start * self.cluster_size} to {clusters.stop * self.cluster_size - 1}"
+        return f"CTAs {clusters[0] * self.cluster_size} to {(clusters[-1] + 1) * self.cluster_size - 1}"

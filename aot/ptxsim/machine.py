@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from cubinery.aot.ptxsim.faults import DivergedFault, LaunchFault, TrapFault
 from cubinery.aot.ptxsim.global_races import GlobalRaces
 from cubinery.aot.ptxsim.groups import Groups
 from cubinery.aot.ptxsim.heap import keep_freed_memory
+from cubinery.aot.ptxsim.independence import Touched
 from cubinery.aot.ptxsim.isa.base import DTYPES
 from cubinery.aot.ptxsim.isa.tensor_memory import COLUMNS
 from cubinery.aot.ptxsim.memory import Block, GlobalMemory, SharedMemory
@@ -60,8 +62,9 @@ class Machine(Deadlocks):
         dynamic_smem: int = 0,
         schedule: Fair | None = None,
         checks: Checks = Checks(),
-        clusters: range | None = None,
+        clusters: Sequence[int] | None = None,
         share: int = 0,
+        supposed: bool = False,
         resident: int = 64,
         tracer: Tracer | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -72,6 +75,7 @@ class Machine(Deadlocks):
         """`params` in the layout of the PTX. At most `resident` CTAs run at a time (whole clusters).
 
         `clusters` are those of the grid that run, by number, as one share of the launch; all of them where None.
+        `supposed`: only supposedly has it nothing to do with the other shares, so that what it touches is recorded.
         `predecessor` is what the launch before touched, where this one may overlap with it. `registers` are those
         of a thread at launch, or 0 where setmaxnreg need not be checked. `tensor_columns` are those of tensor memory
         that a CTA may allocate.
@@ -90,15 +94,17 @@ class Machine(Deadlocks):
         whole = clusters is None
         if clusters is None:
             clusters = range(grid[0] * grid[1] * grid[2] // self.cluster_size)
-        self.next_cta, self.end = clusters.start * self.cluster_size, clusters.stop * self.cluster_size
-        self.total, self.finished = self.end - self.next_cta, 0
+        self.coming = deque(clusters)
+        self.total, self.finished = len(clusters) * self.cluster_size, 0
         slots = min(self.total, max(resident // self.cluster_size, 1) * self.cluster_size)
         self.shared = SharedMemory(slots, kernel.dynamic_start + dynamic_smem, track=checks.uninitialised)
         local = slots * self.wpc * LANES * kernel.local_size
         self.local = Block(np.full(local, 0xFF, np.uint8), np.zeros(local, np.uint8) if checks.uninitialised else None)
         self.rank = np.arange(slots) % self.cluster_size
         self.share = share
-        self.footprint = Footprint() if checks.races and (kernel.lets_go or not whole) else None
+        self.touched = Touched(slots * self.wpc) if supposed else None
+        apart = not whole and not supposed
+        self.footprint = Footprint() if checks.races and (kernel.lets_go or apart) else None
         self.predecessor, self.waited = predecessor if checks.races else None, np.zeros(slots, bool)
         self.gone = np.zeros(slots, bool)
         self.register_pool = RegisterPool(slots, self.wpc, registers, kernel.warps_wait)

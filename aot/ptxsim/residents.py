@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,8 @@ class Residents(Waits):
     cluster: tuple[int, int, int]
     total: int
     """CTAs that run."""
-    next_cta: int
-    """The next one to start, counted over the grid."""
-    end: int
-    """The first one that does not run here."""
+    coming: deque[int]
+    """Clusters that have not started yet, by their numbers in the grid."""
     finished: int
     progress: Callable[[int, int], None] | None
     register_pool: RegisterPool
@@ -34,7 +33,7 @@ class Residents(Waits):
 
     def start_cluster(self, slot: int) -> None:
         """Start the next cluster in the slots from `slot` on."""
-        index = self.next_cta // self.cluster_size
+        index = self.coming.popleft()
         counts = [n // c for n, c in zip(self.grid, self.cluster, strict=True)]
         at = (index % counts[0], index // counts[0] % counts[1], index // (counts[0] * counts[1]))
         for rank in range(self.cluster_size):
@@ -44,7 +43,6 @@ class Residents(Waits):
                 rank // (self.cluster[0] * self.cluster[1]),
             )
             self.block_index[slot + rank] = [a * c + w for a, c, w in zip(at, self.cluster, within, strict=True)]
-        self.next_cta += self.cluster_size
         for each in range(slot, slot + self.cluster_size):
             self.register_pool.start(each)
         self.waited[slot : slot + self.cluster_size] = self.gone[slot : slot + self.cluster_size] = False
@@ -93,7 +91,7 @@ class Residents(Waits):
             self._abandoned(slot)
             self._leftovers(slot)
             self.tensor_exit(slot)
-            if self.next_cta < self.end:
+            if self.coming:
                 self.shared.reset(slot)
                 if self.races is not None:
                     self.races.reset(slot)
@@ -101,7 +99,7 @@ class Residents(Waits):
         self.finished += self.cluster_size
         if self.progress is not None:
             self.progress(self.finished, self.total)
-        if self.next_cta < self.end:
+        if self.coming:
             self.start_cluster(base)
 
     def _gone(self, slot: int) -> None:

@@ -30,6 +30,8 @@ class ChromeTrace:
         self._since: dict[int, tuple[int, str]] = {}
         self._now = self._start = 0
         self._launch = 0
+        self._before = (0, 0)
+        """Events, and those dropped, when the last launch began."""
 
     def _of(self, machine: Machine) -> None:
         """Begin anew for another launch, after everything so far; shares of one launch begin together."""
@@ -37,6 +39,7 @@ class ChromeTrace:
             self._machine = machine
             if machine.share == 0:
                 self._start, self._launch = self._now, self._launch + 1
+                self._before = len(self.events), self.dropped
             self._clock = np.full(len(machine.live), self._start, np.int64)
             self._since.clear()
 
@@ -70,6 +73,12 @@ class ChromeTrace:
             self._clock[warp] = max(int(self._clock[warp]), at)
             if self._clock[warp] > since:
                 self._add(machine, warp, f"waits for {why}", since, int(self._clock[warp]) - since, "wait", {})
+
+    def again(self) -> None:
+        """The last launch begins anew."""
+        kept, self.dropped = self._before
+        del self.events[kept:]
+        self._now, self._launch, self._machine = self._start, self._launch - 1, None
 
     def _add(
         self, machine: Machine, warp: int, name: str, at: int, duration: int, category: str, arguments: dict[str, Any]

@@ -26,6 +26,9 @@ class Tracer(Protocol):
 
     def woke(self, machine: Any, gang: Gang, by: Any) -> None: ...
 
+    def again(self) -> None:
+        """The launch, which ran in shares, begins anew: what was told of it does not count."""
+
 
 class Waits(TensorCore, BulkCopies, Barriers):
     """Gangs that wait and asynchronous work that is under way. Machine derives from this."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from cubinery.aot.ptxsim.launch import Launch
 from cubinery.aot.ptxsim.machine import Checks, Machine
 from cubinery.aot.ptxsim.memory import GlobalMemory
 from cubinery.aot.ptxsim.schedule import SCHEDULES
-from cubinery.aot.ptxsim.shares import communication, shares
+from cubinery.aot.ptxsim.shares import Cut, communication, cut
 from cubinery.runtime.library import Library
 
 BLOCKS = 64
@@ -59,15 +59,15 @@ def launch(
     kernel, memory = translate(body), GlobalMemory()
     memory.register(data.ctypes.data, data.nbytes, name="data", initialised=initialised, owner=data)
 
-    def make(share: int, clusters: range | None) -> Machine:
+    def make(share: int, clusters: Sequence[int] | None) -> Machine:
         return Machine(
             kernel, memory, struct.pack("<Q184x", data.ctypes.data), grid=(BLOCKS, 1, 1), block=(32, 1, 1),
             cluster=(cluster, 1, 1), clusters=clusters, share=share, schedule=SCHEDULES[kind](3).of_share(share),
             checks=checks,
         )  # fmt: skip
 
-    cut = [range(n // cluster, (n + 16) // cluster) for n in range(0, BLOCKS, 16)]
-    found = Launch(make, memory, cut, cluster, "k")
+    parts = [range(n // cluster, (n + 16) // cluster) for n in range(0, BLOCKS, 16)]
+    found = Launch(make, memory, Cut(parts), cluster, "k")
     found.run(processes)
     return found
 
@@ -98,9 +98,10 @@ def fault(body: str, processes: int, **options: Any) -> Fault:
     ],
 )
 def test_shares_hold_whole_clusters_and_are_about_equal(clusters: int, size: int, sizes: list[int]) -> None:
-    cut = shares(translate(OWN), clusters, size)
-    assert [len(part) for part in cut] == sizes
-    assert [n for part in cut for n in part] == list(range(clusters))
+    found = cut(translate(OWN), (clusters * size, 1, 1), (size, 1, 1))
+    assert [len(part) for part in found.shares] == sizes
+    assert [n for part in found.shares for n in part] == list(range(clusters))
+    assert not found.supposed
 
 
 @pytest.mark.parametrize(
@@ -119,12 +120,13 @@ def test_shares_hold_whole_clusters_and_are_about_equal(clusters: int, size: int
         "cp.reduce.async.bulk.tensor.1d.global.shared::cta.add.tile.bulk_group [%rd8, {%r1}], [%r2];",
     ],
 )
-def test_what_may_tell_another_cta_something_keeps_a_launch_whole(text: str) -> None:
+def test_what_may_tell_another_cta_something(text: str) -> None:
     kernel = translate(OWN + text)
     found = communication(kernel)
     assert found is not None
     assert found.text == text.rstrip(";")
-    assert shares(kernel, 64, 1) == [range(64)]
+    assert cut(kernel, (64, 1, 1), (1, 1, 1)) == Cut([range(64)])
+    assert cut(kernel, (32, 2, 1), (1, 1, 1)) == Cut([list(range(32)), list(range(32, 64))], supposed=True)
 
 
 @pytest.mark.parametrize(
