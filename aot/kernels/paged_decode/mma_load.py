@@ -30,13 +30,22 @@ class Producer(MmaTile):
         column = lane % c.boxes_per_row
         box_rows = self.box[1]
         destination = (column * c.stage_keys + page_in_stage * box_rows) * c.box_bytes
-        page = self.look_up(block_table, table_row, num_pages, first_key, key_end, key_begin + page_in_stage * box_rows)
+        # A lane holds a page of this batch of stages and one of the next, so that the first stages' pages are known
+        # after one round trip to memory, and later ones hide behind the waits for slots.
+        own_key = key_begin + lane * box_rows
+        pages = self.look_up(block_table, table_row, num_pages, first_key, key_end, own_key)
+        ahead = self.look_up(block_table, table_row, num_pages, first_key, key_end, own_key + self.batch_keys)
+        in_batch = Int32(0)
         stage = Int32(0)
         phase = Int32(1)  # the first pass over the ring waits for nothing
         for i in cutlass.range(num_stages, unroll=1):
+            if in_batch == 32:
+                in_batch, pages = Int32(0), ahead
+                own_key = own_key + self.batch_keys
+                ahead = self.look_up(block_table, table_row, num_pages, first_key, key_end, own_key + self.batch_keys)
+            page = cute.arch.shuffle_sync(pages, in_batch + page_in_stage)
+            in_batch = in_batch + self.pages_per_stage
             key = key_begin + i * c.stage_keys + page_in_stage * box_rows
-            # Looked up one stage ahead, so that the latency hides behind the wait for a slot.
-            next_page = self.look_up(block_table, table_row, num_pages, first_key, key_end, key + c.stage_keys)
             for which in cutlass.range_constexpr(2):
                 full, empty = smem + FULL + stage * 8, smem + EMPTY + stage * 8
                 # Who waits for a slot also holds its next phase up, with a box or, where there are scales, with those.
@@ -62,7 +71,6 @@ class Producer(MmaTile):
                     )  # fmt: skip
                     ptx.mbarrier_arrive_after_copies(full)
                 stage, phase = self.advance(stage, phase, depth)
-            page = next_page
 
     @cute.jit
     def look_up(self, block_table, table_row, num_pages, first_key, key_end, key):

@@ -40,6 +40,8 @@ class MmaTile:
         self.pages_per_stage = config.stage_keys // self.box[1]
         self.boxes = self.pages_per_stage * config.boxes_per_row
         assert self.boxes <= 32, "one lane issues one box"
+        assert 32 % self.pages_per_stage == 0, "a warp looks up the pages of whole stages"
+        self.batch_keys = 32 * self.box[1]  # whose pages the loading warp looks up at once
         self.consumer_threads = 32 * config.consumer_warps
         self.warp_keys = config.stage_keys // config.key_warps
         # Keys of one softmax step: more amortise its shuffles, fewer leave registers to O.
