@@ -13,7 +13,7 @@ from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.formats import KV_FORMATS
-from cubinery.runtime.ops.paged_decode.select import Problem, select
+from cubinery.runtime.ops.paged_decode.select import Problem, choose
 
 Wanted = tuple[Shape, str, int | None]
 """A shape, a KV format, and a forced number of CTAs an SM."""
@@ -40,7 +40,7 @@ def keys(arch_name: str, problems: Sequence[Wanted]) -> tuple[list[dict[str, Any
     unserved = []
     for shape, kv_format, ctas_per_sm in problems:
         try:
-            config = select(
+            found = choose(
                 Problem(
                     head_dim=shape.d, page_size=shape.page_size, kv_format=kv_format,
                     group_size=shape.h_q // shape.h_k, q_len=shape.q_len,
@@ -50,8 +50,10 @@ def keys(arch_name: str, problems: Sequence[Wanted]) -> tuple[list[dict[str, Any
         except ConfigError as error:
             unserved.append(f"{shape.title}, {kv_format}: {error}")
             continue
-        key = config.key(arch.name)
-        entries[key] = {"key": key}
+        for config in (found.config, found.alone):
+            if config is not None:
+                key = config.key(arch.name)
+                entries[key] = {"key": key}
     return list(entries.values()), unserved
 
 

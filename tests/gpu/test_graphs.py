@@ -84,16 +84,21 @@ STEPS = [
 ]
 
 
-@FORMATS
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize(
+    ("kv_format", "choices"),
+    [(f, {"pdl": pdl, "ctas_per_sm": 2}) for f in ("fp8", "bf16") for pdl in (False, True)]
+    + [("fp8", {"pdl": pdl, "ctas_per_sm": 1}) for pdl in (False, True)],
+)
 @pytest.mark.parametrize("how", ["capturable", "pad_to", "unsplit"])
-def test_edge_38_a_graph_follows_plans_updated_in_place(gpu: Gpu, kv_format: str, how: str, pdl: bool) -> None:
+def test_edge_38_a_graph_follows_plans_updated_in_place(
+    gpu: Gpu, kv_format: str, how: str, choices: dict[str, Any]
+) -> None:
     """Splits come and go from step to step; each replay matches the reference and a fresh launch."""
     case = gpu.case(STEPS[0], kv_format=kv_format)
     options: dict[str, Any] = {
         "capturable": {"capturable": True}, "pad_to": {"pad_to": 40}, "unsplit": {"max_splits": 1},
     }[how]  # fmt: skip
-    captured = Captured(gpu.plan(case, {"pdl": pdl}, **options), case)
+    captured = Captured(gpu.plan(case, choices, **options), case)
     counts = set()
     for lengths in STEPS:
         step = with_lengths(case, lengths)
@@ -101,7 +106,7 @@ def test_edge_38_a_graph_follows_plans_updated_in_place(gpu: Gpu, kv_format: str
         ((out, lse),) = captured.replay()
         check(captured.plan, step, out, lse)
         counts.add(captured.plan.splits.num_items)
-        fresh = gpu.plan(step, {"pdl": pdl}, **options)
+        fresh = gpu.plan(step, choices, **options)
         o_fresh, lse_fresh = run(fresh, step)
         assert np.array_equal(fresh.splits.work, captured.plan.splits.work)
         assert same_bits(out, o_fresh)
@@ -206,12 +211,12 @@ def test_after_preload_nothing_is_loaded(gpu: Gpu, bundle: Path) -> None:
     decode = operator(library, gpu, case)
     assert loads == []
     decode.preload(case.group)
-    assert len(loads) == 2  # decode and planning
+    assert len(loads) == 3  # decode, for many and for few CTAs, and planning
     plan = decode.plan(case.lengths, **case.heads, force_splits=3)
     check(plan, case, *run(plan, case))
     captured = Captured(decode.plan(case.lengths, **case.heads, capturable=True), case)
     check(captured.plan, case, *captured.replay()[0])
-    assert len(loads) == 2
+    assert len(loads) == 3
 
 
 def test_preloading_everything(gpu: Gpu, bundle: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from cubinery.runtime.arch import ARCHS, resolve
 from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.config import MmaConfig, Tcgen05Config
-from cubinery.runtime.ops.paged_decode.select import Problem, outcomes, row_tile_for, select
+from cubinery.runtime.ops.paged_decode.select import Problem, choose, outcomes, row_tile_for, select
 
 H200, THOR = resolve("sm_90a"), resolve("sm_110a")
 BLACKWELL = [arch for arch in ARCHS.values() if arch.tmem_columns]
@@ -137,12 +139,28 @@ def test_outcomes_hold_every_selection_once() -> None:
     for arch in ARCHS.values():
         found = list(outcomes(domain, arch.name))
         assert len(found) == len(set(found))
-        expected = {
-            select(problem(head_dim=d, page_size=p, kv_format=f, q_len=q, causal=c, group_size=g), arch)
+        chosen = [
+            choose(problem(head_dim=d, page_size=p, kv_format=f, q_len=q, causal=c, group_size=g), arch)
             for d in (128, 256) for p in (16, 64) for f in ("bf16", "fp8")
             for q in (1, 4) for c in (True, False) for g in (1, 4, 8, 16)
-        }  # fmt: skip
-        assert set(found) == expected
+        ]  # fmt: skip
+        alone = {selection.alone for selection in chosen} - {None}
+        assert set(found) == {selection.config for selection in chosen} | alone
+        assert bool(alone) == (arch.sm == 90)
+
+
+def test_a_kernel_for_few_ctas_is_the_same_but_for_its_warps() -> None:
+    """One CTA an SM with all its warps; where it was measured, and where nobody forces a number of CTAs."""
+    found = choose(problem(kv_format="fp8"), H200)
+    assert found.alone == dataclasses.replace(found.config, ctas_per_sm=1) != found.config
+    assert (found.config.consumer_warps, found.alone.consumer_warps) == (4, 8)
+    for other in (
+        {"kv_format": "bf16"}, {"head_dim": 64}, {"head_dim": 256}, {"group_size": 17}, {"window": True},
+        {"softcap": True}, {"sinks": True}, {"q_lens": True},
+    ):  # fmt: skip
+        assert choose(problem(**{"kv_format": "fp8"} | other), H200).alone is None
+    assert choose(problem(kv_format="fp8"), H200, ctas_per_sm=2).alone is None
+    assert choose(problem(kv_format="fp8"), THOR).alone is None
 
 
 def test_outcomes_take_forced_choices() -> None:

@@ -249,7 +249,7 @@ class PagedDecodeMma(MmaTile):
                     ptx.store_shared_f32(smem + OUT_SCALE, out_scale)
                 self.sync_consumers()
                 place = self.consumer.consume(
-                    smem, warp, lane, row0, group_size, (length, tokens, window), softcap, key_begin,
+                    smem, warp, lane, row0, group_size, (length, tokens, window, key_end), softcap, key_begin,
                     self.num_stages(key_begin, key_end), ring_depth, score_scale,
                 )  # fmt: skip
                 seq, _, _, _ = ptx.load_shared_i32x4(smem + ITEM)

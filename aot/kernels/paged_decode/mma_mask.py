@@ -13,14 +13,20 @@ from cutlass import Float32, Int32, Int64, cute
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.common.memory import load_f32, load_i32
 from cubinery.aot.kernels.paged_decode.mma_tile import LOG2E, NEG_INF, ROW_RESULT, MmaTile
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS
 
 
 class Mask(MmaTile):
     """Bounds of visible keys, and the axes that change scores: window, soft-cap, sinks, tokens per sequence.
 
-    `span` is (keys of the sequence, its new tokens, the window's size); what an axis that is off would need is
-    never looked at.
+    `span` is (keys of the sequence, its new tokens, the window's size, the end of the work item); what an axis that is
+    off would need is never looked at.
     """
+
+    @property
+    def may_end_inside(self) -> bool:
+        """Whether an item that is not its sequence's last may end inside a ring stage, which is then masked there."""
+        return self.config.stage_keys > TILE_KEYS
 
     @cute.jit
     def tokens(self, q_lens, seq, n_q):
@@ -50,21 +56,24 @@ class Mask(MmaTile):
     def limits(self, span, first_row, group_size):
         """[end of visible keys of this lane's rows (two, eight apart), then, with a window, their first ones]."""
         c = self.config
-        length, tokens, window = span
+        length, tokens, window, key_end = span
         if cutlass.const_expr(c.q_len > 1):
             ends = [length - tokens + 1 + (first_row + 8 * j) // group_size for j in (0, 1)]
         else:
             ends = [length, length]
         firsts = [end - window for end in ends] if cutlass.const_expr(c.window) else []
-        return [cutlass.min(end, length) for end in ends] + firsts
+        last = key_end if self.may_end_inside else length
+        return [cutlass.min(end, last) for end in ends] + firsts
 
     @cute.jit
     def full_stages(self, span, key_begin, num_stages):
         """(first, number) of the stages of an item of which every row sees every key."""
         c = self.config
-        length, tokens, window = span
+        length, tokens, window, key_end = span
         # No new token at all would make one key too many visible.
         all_visible = cutlass.min(length - tokens + 1, length) if cutlass.const_expr(c.q_len > 1) else length
+        if cutlass.const_expr(self.may_end_inside):
+            all_visible = cutlass.min(all_visible, key_end)
         end = cutlass.min(cutlass.max(all_visible - key_begin, 0) // c.stage_keys, num_stages)
         begin = Int32(0)
         if cutlass.const_expr(c.window):  # the last token's window is the last to begin

@@ -67,10 +67,15 @@ class MmaConfig(DecodeConfig):
 
     @property
     def stage_keys(self) -> int:
-        """Keys of one ring stage: a tile, half of one where so much K is large for a ring, a quarter for long heads."""
+        """Keys of one ring stage: a tile, half of one where so much K is large for a ring, a quarter for long heads.
+
+        Two tiles where eight warps share 16 rows of at most 128 bytes: each then takes 32 keys, a whole softmax step.
+        """
         if self.head_dim > 256:
             return TILE_KEYS // (2 if self.row_bytes <= 256 and self.ctas_per_sm == 1 else 4)
         most = 16 * 1024 if self.ctas_per_sm == 2 else (32 if self.row_tile > 64 else 64) * 1024  # beside Q
+        if self.ctas_per_sm == 1 and self.row_tile == 16 and self.row_bytes <= 128 and self.head_dim <= 128:
+            return 2 * TILE_KEYS
         return TILE_KEYS if TILE_KEYS * self.row_bytes <= most else TILE_KEYS // 2
 
     @property

@@ -22,9 +22,10 @@ from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, host_lengths
-from cubinery.runtime.ops.paged_decode.select import Problem, Selection, choose
+from cubinery.runtime.ops.paged_decode.select import ALONE_TILES, Problem, Selection, choose
 from cubinery.runtime.ops.paged_decode.streams import device_index, raw_stream
 from cubinery.runtime.ops.paged_decode.table import SelectorTable, loads
+from cubinery.runtime.ops.paged_decode.windows import Window, plan_visible
 
 __all__ = ["PagedDecode", "Plan"]
 
@@ -93,7 +94,7 @@ class PagedDecode:
         self.table = table if found is None else loads(*found)
         """What the selector consults before its rules; None where the bundle has no table."""
         self._selections: dict[int, Selection] = {}
-        self._kernels: dict[int, Kernel] = {}
+        self._kernels: dict[DecodeConfig, Kernel] = {}
         self.config(1)
 
     def config(self, group_size: int) -> DecodeConfig:
@@ -117,8 +118,14 @@ class PagedDecode:
 
     def keys(self, group_size: int) -> tuple[str, ...]:
         """Keys of all kernels that plans of this GQA ratio may launch, for `Library.preload`."""
-        config = self.config(group_size)
-        return tuple(self.library.key_for(c, self.device) for c in (config, *config.requires()))
+        config, alone = self.config(group_size), self._alone(group_size)
+        own = (config,) if alone is None else (config, alone)
+        return tuple(self.library.key_for(c, self.device) for c in (*own, *config.requires()))
+
+    def _alone(self, group_size: int) -> DecodeConfig | None:
+        """The selection's kernel for plans of few CTAs; None where there is none, or not in these bundles."""
+        alone = self.selection(group_size).alone
+        return alone if alone is not None and self.library.key_for(alone, self.device) in self.library else None
 
     def preload(self, group_size: int) -> None:
         """Load the kernels of a GQA ratio now. Raises KernelNotFoundError where the library lacks one."""
@@ -143,8 +150,9 @@ class PagedDecode:
         `policy` is the selector's by default, by its rules `thor` on Thor and `balanced` elsewhere; the options are
         those of `planner.plan_splits`. `pad_to` fixes the length of the work list, and `capturable` picks a length
         that suits the batch: such a plan launches the same grid whatever its lengths, so a captured graph
-        stays valid across `Plan.update`. The plan's arrays travel to the device in order on `stream` (the
-        current one by default), without waiting.
+        stays valid across `Plan.update`. A batch that gives an SM one CTA at most may get a kernel of its own
+        (`Selection.alone`), which the plan's updates keep. The plan's arrays travel to the device in order on `stream`
+        (the current one by default), without waiting.
 
         Raises PlanError, ConfigError, KernelNotFoundError; CaptureError during a graph capture.
         """
@@ -157,6 +165,7 @@ class PagedDecode:
         selection = self.selection(num_q_heads // num_kv_heads)
         config = selection.config
         q_tiles = -(-self.q_len * (num_q_heads // num_kv_heads) // config.row_tile)
+        ctas = num_kv_heads * q_tiles
         options: dict[str, Any] = {
             "policy": selection.policy if policy is None else policy, "num_kv_heads": num_kv_heads,
             "q_tiles": q_tiles, "sm_count": self.info.sm_count,
@@ -164,20 +173,30 @@ class PagedDecode:
             "min_chunk_tiles": min_chunk_tiles, "pad_to": pad_to,
             "lone_tile_cost": selection.lone_tile_cost,
         }  # fmt: skip
+        raw = raw_stream(self.torch_device, stream)
+        alone = self._alone(num_q_heads // num_kv_heads)
+        if alone is not None and len(lengths) * ctas <= self.info.sm_count:
+            own = options | {"ctas_per_sm": 1}
+            if capturable and not pad_to:
+                # Padding must not wait for an SM either.
+                own["pad_to"] = len(lengths) if max_splits == 1 else self.info.sm_count // ctas
+            splits = plan_visible(lengths, Window(self.window or 0, alone.q_len), **own)
+            if splits.num_work * ctas <= self.info.sm_count and ALONE_TILES[0] <= splits.chunk_tiles <= ALONE_TILES[1]:
+                return Plan(self, alone, lengths, num_q_heads, num_kv_heads, own, raw)
         if capturable and not pad_to:
-            slots = max(1, self.info.sm_count * config.ctas_per_sm // (num_kv_heads * q_tiles))
+            slots = max(1, self.info.sm_count * config.ctas_per_sm // ctas)
             spare = 0 if max_splits == 1 else slots
             options["pad_to"] = max(len(lengths), min(len(lengths) + spare, MAX_WORK))
-        return Plan(self, config, lengths, num_q_heads, num_kv_heads, options, raw_stream(self.torch_device, stream))
+        return Plan(self, config, lengths, num_q_heads, num_kv_heads, options, raw)
 
     # -- for Plan ------------------------------------------------------------------------------
 
-    def kernel(self, config: DecodeConfig, group_size: int, *, stream: int) -> Kernel:
-        """The decode kernel of a GQA ratio, loaded at the first request."""
-        found = self._kernels.get(group_size)
+    def kernel(self, config: DecodeConfig, *, stream: int) -> Kernel:
+        """A decode kernel, loaded at the first request."""
+        found = self._kernels.get(config)
         if found is None:
             key = self.library.key_for(config, self.device)
-            found = self._kernels[group_size] = self.library.kernel(key, self.device, role="decode", stream=stream)
+            found = self._kernels[config] = self.library.kernel(key, self.device, role="decode", stream=stream)
         return found
 
     def plan_kernel(self, *, stream: int) -> Kernel:

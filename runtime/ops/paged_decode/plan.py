@@ -64,7 +64,7 @@ class Plan:
         if not self._splits_some:
             self._options |= {"max_splits": 1, "force_splits": 0}
         group = self.shape.group_size
-        self._kernel = decode.kernel(config, group, stream=stream)
+        self._kernel = decode.kernel(config, stream=stream)
         self._upload = Upload(decode.torch_device, 8 * self.num_work + self.num_seqs + 1, stream)
         self._counters: dict[int, torch.Tensor] = {}  # of runs with a workspace, by its address
         # Those of the first workspace are made here, so that its first run may be captured.

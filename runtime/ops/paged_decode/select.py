@@ -73,6 +73,14 @@ def row_tile_for(n_q: int) -> int:
     return next((tile for tile in ROW_TILES if n_q <= tile), ROW_TILES[-1])
 
 
+ALONE_TILES = (8, 48)
+"""Tiles of a plan's longest chunk, least and most, between which `Selection.alone` is faster: measured on an H200.
+
+Shorter chunks have too few stages of two tiles for it. In longer ones the eight warps stream 1 % slower than a second
+CTA's would.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What serves a problem, and how its sequences are split."""
@@ -84,6 +92,8 @@ class Selection:
     """For the planner (see its LONE_TILE_COST)."""
     row: int | None = None
     """The row of the table that decided; None where the rules did."""
+    alone: DecodeConfig | None = None
+    """What serves plans better that give an SM one CTA at most, with chunks within ALONE_TILES; None: `config` does."""
 
 
 def choose(problem: Problem, arch: Arch, *, table: SelectorTable | None = None, **forced: Any) -> Selection:
@@ -100,10 +110,25 @@ def choose(problem: Problem, arch: Arch, *, table: SelectorTable | None = None, 
             config = _serving(option, problem, arch, given)
             if config is not None:
                 return Selection(
-                    config, option.policy or split_policy(arch), option.lone_tile_cost or config.lone_tile_cost, index
-                )
+                    config, option.policy or split_policy(arch), option.lone_tile_cost or config.lone_tile_cost, index,
+                    _alone(config, arch, given),
+                )  # fmt: skip
     config = _by_rules(problem, arch, **forced)
-    return Selection(config, split_policy(arch), config.lone_tile_cost)
+    return Selection(config, split_policy(arch), config.lone_tile_cost, alone=_alone(config, arch, given))
+
+
+def _alone(config: DecodeConfig, arch: Arch, given: Mapping[str, Any]) -> DecodeConfig | None:
+    """The kernel with all warps of an SM in one CTA, where that was measured to be faster for plans of few CTAs.
+
+    Eight warps instead of four merge chunks in half the round trips, and two on a scheduler hide each other's latency.
+    """
+    plain = not (config.window or config.sinks or config.softcap or config.q_lens)
+    if (
+        arch.sm != 90 or config.impl != MmaConfig.impl or "ctas_per_sm" in given or not plain
+        or (config.head_dim, config.kv_format, config.row_tile, config.ctas_per_sm) != (128, "fp8", 16, 2)
+    ):  # fmt: skip
+        return None
+    return replace(config, ctas_per_sm=1)
 
 
 def _serving(option: Option, problem: Problem, arch: Arch, given: Mapping[str, Any]) -> DecodeConfig | None:
@@ -311,7 +336,7 @@ def check_domain(domain: Mapping[str, Any]) -> None:
 def outcomes(
     domain: Mapping[str, Sequence[Any]], arch_name: str, table: SelectorTable | None = None
 ) -> Iterator[KernelConfig]:
-    """Every configuration that `select` can return for a problem of `domain` on an arch, by a table; each once.
+    """Every configuration that may serve a problem of `domain` on an arch, by a table; each once.
 
     `domain` maps axes of DOMAIN_AXES to the values that users may bring; axes left out take their
     default. Raises ConfigError on an unknown axis, an empty list, or a problem that no kernel serves.
@@ -323,7 +348,8 @@ def outcomes(
         point = dict(zip(domain, values, strict=True))
         problem = Problem(**{name: value for name, value in point.items() if name in _PROBLEM_AXES})
         choices = {name: value for name, value in point.items() if name in _CHOICE_AXES}
-        config = select(problem, arch, table=table, **choices)
-        if config not in seen:
-            seen.add(config)
-            yield config
+        found = choose(problem, arch, table=table, **choices)
+        for config in (found.config, found.alone):
+            if config is not None and config not in seen:
+                seen.add(config)
+                yield config
