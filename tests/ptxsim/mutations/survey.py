@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,17 +55,21 @@ def subjects(bundle: Path | None, folder: Path, chosen: set[str]) -> Iterator[Su
             yield Decode(bundle / arch, arch, key, wanted)
 
 
-def survey(found: Iterable[Subject], log: Path, schedules: Sequence[str] = EVERY) -> None:
-    """Examine every mutant of every subject that the log does not hold yet.
+def survey(
+    found: Iterable[Subject], log: Path, schedules: Sequence[str] = EVERY, share: tuple[int, int] = (0, 1)
+) -> None:
+    """Examine every mutant of every subject that the log does not hold yet, or one of several shares of them.
 
-    What the unbroken kernel does not pass would be put down to its mutants, so that it must pass all schedules first.
+    What the unbroken kernel does not pass would be put down to its mutants, so that it must pass all schedules too;
+    shares divide these as well.
     """
+    index, count = share
     done = {(row["subject"], row["mutation"]) for row in rows(log)}
     for subject in found:
-        for schedule in schedules:
+        for schedule in schedules[index::count]:
             report = subject.judge(None, schedule)
             assert not report, f"{subject.name} does not pass unbroken, {schedule}: {report}"
-        for mutation in subject.mutations():
+        for mutation in list(subject.mutations())[index::count]:
             if (subject.name, mutation.name) in done:
                 continue
             start = time.perf_counter()
@@ -106,6 +111,14 @@ def table(found: list[dict[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _run(options: argparse.Namespace, share: tuple[int, int] = (0, 1)) -> None:
+    """A share of the survey that the command line asks for."""
+    chosen = {name for name in options.kernels.split(",") if name}
+    with tempfile.TemporaryDirectory() as folder:
+        found = subjects(options.bundle, Path(folder), chosen)
+        survey(found, options.out.with_suffix(".jsonl"), options.schedules.split(","), share)
+
+
 def main() -> None:
     """Run the survey and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,12 +126,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("mutations.md"))
     parser.add_argument("--kernels", default="", help="names of what to break, separated by commas; all otherwise")
     parser.add_argument("--schedules", default=",".join(EVERY), help="tried in this order until one reports")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the mutants")
     options = parser.parse_args()
-    log = options.out.with_suffix(".jsonl")
-    chosen = {name for name in options.kernels.split(",") if name}
-    with tempfile.TemporaryDirectory() as folder:
-        survey(subjects(options.bundle, Path(folder), chosen), log, options.schedules.split(","))
-    options.out.write_text(table(rows(log)))
+    if options.jobs == 1:
+        _run(options)
+    else:
+        shares = [(index, options.jobs) for index in range(options.jobs)]
+        workers = [multiprocessing.Process(target=_run, args=(options, share)) for share in shares]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        failed = sum(worker.exitcode != 0 for worker in workers)
+        if failed:
+            raise SystemExit(f"{failed} of {len(workers)} processes ended early; run again to go on")
+    found = rows(options.out.with_suffix(".jsonl"))
+    order = {name: place for place, name in enumerate((*ENTRIES, *DECODES))}
+    options.out.write_text(table(sorted(found, key=lambda row: order[row["subject"]])))
 
 
 if __name__ == "__main__":
