@@ -97,7 +97,7 @@ def test_all_tokens_present_change_no_bit(gpu: Gpu) -> None:
     case.q_lens.fill_(4)
     case.q.copy_(plain.q)
     for force_splits in (1, 3):
-        found, expected = (gpu.solve(c, force_splits=force_splits) for c in (case, plain))
+        found, expected = (gpu.solve(c, TWO, force_splits=force_splits) for c in (case, plain))
         assert same_bits(found[0], expected[0])
         assert same_bits(found[1], expected[1])
 
