@@ -21,9 +21,9 @@ PAIR = 128
 long for half a share as for a whole one."""
 LEAST, MOST = 24, 16
 """CTAs of the smallest launch that is cut, and shares of the largest."""
-LEAST_SUPPOSED = 64
+LEAST_SUPPOSED = 256
 """CTAs of the smallest launch that is cut where its shares must prove to be some. With fewer, segments run for too few
-CTAs at a time: that costs more than a second process gains."""
+CTAs at a time: that costs more than a second process gains (measured: docs/results/ptxsim.md)."""
 _ELSEWHERE = frozenset({"shared", "shared::cta", "shared::cluster", "local", "param", "const"})
 _ORDERED = frozenset({"relaxed", "release", "volatile", "mmio"})
 _WIDE = frozenset({"gpu", "sys", "gl"})

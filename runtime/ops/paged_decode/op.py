@@ -21,7 +21,7 @@ from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
-from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, host_lengths
+from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, SplitPlan, host_lengths
 from cubinery.runtime.ops.paged_decode.select import ALONE_TILES, Problem, Selection, choose
 from cubinery.runtime.ops.paged_decode.streams import device_index, raw_stream
 from cubinery.runtime.ops.paged_decode.table import SelectorTable, loads
@@ -94,6 +94,7 @@ class PagedDecode:
         self.table = table if found is None else loads(*found)
         """What the selector consults before its rules; None where the bundle has no table."""
         self._selections: dict[int, Selection] = {}
+        self._alones: dict[int, DecodeConfig | None] = {}
         self._kernels: dict[DecodeConfig, Kernel] = {}
         self.config(1)
 
@@ -124,8 +125,11 @@ class PagedDecode:
 
     def _alone(self, group_size: int) -> DecodeConfig | None:
         """The selection's kernel for plans of few CTAs; None where there is none, or not in these bundles."""
-        alone = self.selection(group_size).alone
-        return alone if alone is not None and self.library.key_for(alone, self.device) in self.library else None
+        if group_size not in self._alones:
+            alone = self.selection(group_size).alone
+            held = alone is not None and self.library.key_for(alone, self.device) in self.library
+            self._alones[group_size] = alone if held else None
+        return self._alones[group_size]
 
     def preload(self, group_size: int) -> None:
         """Load the kernels of a GQA ratio now. Raises KernelNotFoundError where the library lacks one."""
@@ -174,20 +178,24 @@ class PagedDecode:
             "lone_tile_cost": selection.lone_tile_cost,
         }  # fmt: skip
         raw = raw_stream(self.torch_device, stream)
-        alone = self._alone(num_q_heads // num_kv_heads)
-        if alone is not None and len(lengths) * ctas <= self.info.sm_count:
+        window = Window(self.window or 0, self.q_len)
+        splits: SplitPlan | None = None
+        alone = self._alone(num_q_heads // num_kv_heads) if len(lengths) * ctas <= self.info.sm_count else None
+        if alone is not None:
             own = options | {"ctas_per_sm": 1}
             if capturable and not pad_to:
                 # Padding must not wait for an SM either.
                 own["pad_to"] = len(lengths) if max_splits == 1 else self.info.sm_count // ctas
-            splits = plan_visible(lengths, Window(self.window or 0, alone.q_len), **own)
-            if splits.num_work * ctas <= self.info.sm_count and ALONE_TILES[0] <= splits.chunk_tiles <= ALONE_TILES[1]:
-                return Plan(self, alone, lengths, num_q_heads, num_kv_heads, own, raw)
+                found = plan_visible(lengths, window, **own)
+            else:
+                found = splits = plan_visible(lengths, window, **options)
+            if found.num_work * ctas <= self.info.sm_count and ALONE_TILES[0] <= found.chunk_tiles <= ALONE_TILES[1]:
+                return Plan(self, alone, lengths, num_q_heads, num_kv_heads, own, raw, found)
         if capturable and not pad_to:
             slots = max(1, self.info.sm_count * config.ctas_per_sm // ctas)
             spare = 0 if max_splits == 1 else slots
             options["pad_to"] = max(len(lengths), min(len(lengths) + spare, MAX_WORK))
-        return Plan(self, config, lengths, num_q_heads, num_kv_heads, options, raw)
+        return Plan(self, config, lengths, num_q_heads, num_kv_heads, options, raw, splits)
 
     # -- for Plan ------------------------------------------------------------------------------
 

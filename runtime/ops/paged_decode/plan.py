@@ -43,9 +43,9 @@ class Plan:
 
     def __init__(
         self, decode: PagedDecode, config: DecodeConfig, lengths: Any, num_q_heads: int, num_kv_heads: int,
-        options: dict[str, Any], stream: int,
+        options: dict[str, Any], stream: int, splits: SplitPlan | None = None,
     ) -> None:  # fmt: skip
-        """Use `PagedDecode.plan`."""
+        """Use `PagedDecode.plan`. `splits`: what `options` give, if that is known already."""
         self.decode, self.config = decode, config
         self._driver = decode.library.driver
         self._generation, self._alive = process.generation, process.alive
@@ -55,7 +55,7 @@ class Plan:
             decode.kv_format, decode.q_dtype, decode.torch_device, config.kv_align,
         )  # fmt: skip
         self._window = Window(decode.window or 0, config.q_len)
-        self.splits: SplitPlan = plan_visible(lengths, self._window, **options)
+        self.splits: SplitPlan = splits or plan_visible(lengths, self._window, **options)
         # A list no longer than the batch has no room for a second item of any sequence.
         self._splits_some = options["max_splits"] != 1 and self.num_work > self.num_seqs
         self._fixed = options["pad_to"] > 0

@@ -125,8 +125,8 @@ def test_what_may_tell_another_cta_something(text: str) -> None:
     found = communication(kernel)
     assert found is not None
     assert found.text == text.rstrip(";")
-    assert cut(kernel, (64, 1, 1), (1, 1, 1)) == Cut([range(64)])
-    assert cut(kernel, (32, 2, 1), (1, 1, 1)) == Cut([list(range(32)), list(range(32, 64))], supposed=True)
+    assert cut(kernel, (256, 1, 1), (1, 1, 1)) == Cut([range(256)])
+    assert cut(kernel, (128, 2, 1), (1, 1, 1)) == Cut([list(range(128)), list(range(128, 256))], supposed=True)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,19 @@ def falls_back(body: str, processes: int, **options: Any) -> Done:
     return found
 
 
+@pytest.fixture(autouse=True)
+def small_launches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere only those are that gain by it."""
+    monkeypatch.setattr(cutting, "LEAST_SUPPOSED", CTAS)
+
+
 # -- the cut ---------------------------------------------------------------------------------------
+
+
+def test_large_launches_are_cut_without_this_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert len(cut(translate(COUNTS), (1, 2, 127), (1, 1, 1)).shares) == 1
+    assert len(cut(translate(COUNTS), (1, 2, 128), (1, 1, 1)).shares) == 2
 
 
 @pytest.mark.parametrize(
