@@ -289,7 +289,7 @@ class Access:
         """Lanes `inside` touch bytes of an allocation: in order with the rest of the launch and with others."""
         if self.touched is not None:
             self._uses_memory(self.touched, g, k, found, index, inside, size, does)
-        if self.global_races is not None:
+        if self.global_races is not None:  # it takes a Machine, of which this is a part
             self.global_races.access(self, g, k, found, index, inside, size, does, values)  # type: ignore[arg-type]
         if self.footprint is not None or self.predecessor is not None:
             self._overlaps(g, k, found, index, inside, size, does != READS)

@@ -35,6 +35,7 @@ from cubinery.runtime.ops.paged_decode.config import MmaConfig
 GRID = (2, 4, 8)
 """64 CTAs of a warp. Two shares: y of 0 and 1, and y of 2 and 3."""
 CTAS = 64
+EVERY_CHECK = Checks()
 WORDS = 2 * CTAS * 32
 OWN = """
     mov.u32 %r1, %ctaid.y; mov.u32 %r2, %ctaid.z; mad.lo.u32 %r3, %r2, 4, %r1; mad.lo.u32 %r3, %r3, 2, %r8;
@@ -79,7 +80,7 @@ class Done:
 
 
 def run(
-    body: str, processes: int, *, whole: bool = False, kind: str = "fair", checks: Checks = Checks(),  # noqa: B008
+    body: str, processes: int, *, whole: bool = False, kind: str = "fair", checks: Checks = EVERY_CHECK,
     initialised: bool = True, tracer: ChromeTrace | None = None,
 ) -> Done:  # fmt: skip
     """Run a kernel on WORDS zeros, cut as it would be or `whole`."""
