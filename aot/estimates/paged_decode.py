@@ -50,12 +50,16 @@ class Work:
 
 
 def mma_work(config: MmaConfig, arch: Arch) -> Work:
-    """A stage is written once, and read by every group of rows (K also by every group of columns)."""
+    """A stage is written once, and read by every group of rows (K also by every group of columns).
+
+    An MMA takes 8 keys, or 8 columns of V, and 16 of both where the query rows are its other operand.
+    """
     tile = TILE_KEYS * config.row_bytes
     scales = 2 * TILE_KEYS * config.scale_bytes
     reads = tile * config.row_warps * config.col_warps + tile * config.row_warps
-    scores = TILE_KEYS // 8 * (config.head_dim // 16) / config.key_warps
-    output = config.head_dim // config.col_warps // 8 * (TILE_KEYS // 16) / config.key_warps
+    taken = 16 if config.keys_first else 8
+    scores = TILE_KEYS // taken * (config.head_dim // 16) / config.key_warps
+    output = config.head_dim // config.col_warps // taken * (TILE_KEYS // 16) / config.key_warps
     return Work(
         kv_bytes=2 * tile + scales,
         shared_bytes=2 * tile + scales + reads,

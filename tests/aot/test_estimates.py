@@ -165,13 +165,15 @@ def test_nvfp4_is_written_and_read_twice() -> None:
     assert found["ring_bytes"] == 2 * 2 * 128 * (64 + 8)
 
 
-def test_figures_of_the_portable_decode() -> None:
-    """64 products a tile for each of four warps of 32 keys: 16 x 8 x 16 each, of S and of PV."""
-    config = MmaConfig(head_dim=128, page_size=16, kv_format="fp8")
+@pytest.mark.parametrize(("row_tile", "mmas"), [(16, 64), (8, 32)])
+def test_figures_of_the_portable_decode(row_tile: int, mmas: int) -> None:
+    """64 products a tile for each of four warps of 32 keys: 16 x 8 x 16 each, of S and of PV; half for 8 rows."""
+    config = MmaConfig(head_dim=128, page_size=16, kv_format="fp8", row_tile=row_tile)
     code = listing("kernel:\n.L:\n" + "HMMA.16816.F32 R4\n" * 32 + "MUFU.EX2 R5, R5\n" * 8 + "@P0 BRA `(.L)\nEXIT")
     found = values(estimate(config, H200, code))
-    assert (found["mmas"], found["tiles_per_iteration"], found["exponentials"]) == (64, 0.5, 16)
-    assert found["softmax_path"] == 2 * 41
+    assert (found["mmas"], found["tiles_per_iteration"]) == (mmas, 32 / mmas)
+    assert found["exponentials"] == 8 * mmas / 32
+    assert found["softmax_path"] == mmas / 32 * 41
     assert found["shared_per_kv_byte"] == 2
 
 

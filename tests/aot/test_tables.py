@@ -105,7 +105,7 @@ def test_closure_is_proved_by_the_table_that_ships_with_the_bundle(tmp_path: Pat
     own = tables.load([DECODE], [write(tmp_path / "own.json", document())])
     wide = parse_specs(spec("64"), "wide.yaml")
     check_closure(wide, expand(wide), own)
-    with pytest.raises(ClosureError, match="mma-d128-p16-kvfp8 "):
+    with pytest.raises(ClosureError, match="mma-d128-p16-kvfp8-t8 "):
         check_closure(wide, expand(wide))
     narrow = parse_specs(spec("16"), "narrow.yaml")
     with pytest.raises(ClosureError, match="mma-d128-p16-kvfp8-t64-cps1 "):

@@ -95,7 +95,7 @@ def test_wrong_and_failing_peers_have_a_reason_and_no_time(library: Library) -> 
 
 def test_a_missing_kernel_is_a_row_that_names_it(library: Library) -> None:
     (row,) = rows_of(library, [], CountingTimer(), dataclasses.replace(SMALL, page_size=64))
-    assert "KernelNotFoundError: no kernel 'paged_decode-sm_90a-mma-d128-p64-kvfp8-q2'" in row.ours.error
+    assert "KernelNotFoundError: no kernel 'paged_decode-sm_90a-mma-d128-p64-kvfp8-q2-t8'" in row.ours.error
     assert row.ours.missing
 
 

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def library(tmp_path: Path) -> Library:
-    config = MmaConfig(head_dim=128, page_size=64, kv_format="fp8")
+    config = MmaConfig(head_dim=128, page_size=64, kv_format="fp8", row_tile=8)
     table = SelectorTable("sm_90a", "none", ()).dumps().encode()
     file = FileRecord("tables/t.json", hashlib.sha256(table).hexdigest(), len(table))
     write_bundle(tmp_path, "sm_90a", [config, *config.requires()], tables={"paged_decode": file})

@@ -73,7 +73,7 @@ def test_a_missing_point_is_listed_and_its_neighbours_meet() -> None:
 
 
 def test_the_library_is_measured_at_a_point(tmp_path: Path) -> None:
-    config = MmaConfig(head_dim=128, page_size=16, kv_format="fp8", ctas_per_sm=1)
+    config = MmaConfig(head_dim=128, page_size=16, kv_format="fp8", row_tile=8, ctas_per_sm=1)
     write_bundle(tmp_path, "sm_90a", [config, *config.requires()])
     driver = FakeDriver(("sm_90a",))
     driver.on_launch = HostKernels(2, config.row_tile, 1, causal=True)
@@ -82,7 +82,7 @@ def test_the_library_is_measured_at_a_point(tmp_path: Path) -> None:
     one, two = sweep.measure_points(chosen, library, CountingTimer(), None, CPU)
     assert one.row.ours.time is not None, one.row.ours.error
     assert two.row.ours.missing
-    assert "KernelNotFoundError: no kernel 'paged_decode-sm_90a-mma-d128-p16-kvfp8'" in two.row.ours.error
+    assert "KernelNotFoundError: no kernel 'paged_decode-sm_90a-mma-d128-p16-kvfp8-t8'" in two.row.ours.error
     swept = sweep_report.to_json([one, two], [], 4000.0)
     assert [entry["missing"] for entry in json.loads(json.dumps(swept))["neighbours"]] == [False, True]
 
@@ -149,7 +149,7 @@ def test_keys_of_a_run_can_be_built(tmp_path: Path, capsys: pytest.CaptureFixtur
         if not any(f"{shape.title}, {kv_format}: " in text for text in unserved):
             found, _ = keys.keys("sm_90a", [(shape, kv_format, ctas)])
             assert found[0]["key"] in built
-    assert {f"paged_decode-sm_90a-mma-d128-p64-kvfp8-q{n}" for n in (2, 3, 4)} <= built
+    assert {f"paged_decode-sm_90a-mma-d128-p64-kvfp8-q{n}" for n in ("2-t8", 3, 4)} <= built
 
 
 def test_keys_of_an_unknown_arch_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:

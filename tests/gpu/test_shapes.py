@@ -77,8 +77,9 @@ def test_formats_pages_head_dims_and_layouts(gpu: Gpu, kv_format: str, d: int, p
 @pytest.mark.parametrize(("kv_format", "d"), [("fp8", 128), ("bf16", 256)])
 def test_gqa_ratios(gpu: Gpu, group: int, kv_format: str, d: int) -> None:
     case = gpu.case([300, 0, 129, 1, 2000], h_q=3 * group, h_k=3, kv_format=kv_format, d=d)
-    gpu.solve(case, {"row_tile": 16})
-    gpu.solve(case, {"row_tile": 16}, force_splits=4)
+    for row_tile in (8, 16):
+        gpu.solve(case, {"row_tile": row_tile})
+        gpu.solve(case, {"row_tile": row_tile}, force_splits=4)
 
 
 @pytest.mark.parametrize("q_len", range(1, 9))

@@ -312,7 +312,7 @@ def test_plans_that_split_nothing_need_no_workspace(make_decode: Make, p: Proble
         driver.launches.clear()
         plan = decode.plan(p.lengths, **p.heads, **options)
         assert plan.workspace_bytes() == 0
-        assert plan.keys == ("paged_decode-sm_90a-mma-d128-p16-kvfp8-cps1",)  # one CTA an SM
+        assert plan.keys == ("paged_decode-sm_90a-mma-d128-p16-kvfp8-t8-cps1",)  # one CTA an SM
         plan.run(*p.tensors)
         plan.update([1500, 1500, 1500])
         assert plan.splits.num_partials == 0
@@ -369,7 +369,7 @@ def test_preload_loads_all_that_a_plan_needs(make_decode: Make, p: Problem) -> N
     decode, driver = make_decode()
     decode.preload(4)
     assert len(driver.loads) == 3
-    decoding = "paged_decode-sm_90a-mma-d128-p16-kvfp8"
+    decoding = "paged_decode-sm_90a-mma-d128-p16-kvfp8-t8"
     assert decode.keys(4) == (decoding, f"{decoding}-cps1", "paged_decode-sm_90a-plan")
     for options in ({}, {"max_splits": 1}):
         plan = decode.plan(p.lengths, **p.heads, **options)

@@ -21,7 +21,7 @@ def problem(**changes: object) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("n_q", "tile"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (1000, 128)]
+    ("n_q", "tile"), [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (1000, 128)]
 )
 def test_row_tile_is_the_smallest_that_holds_the_rows(n_q: int, tile: int) -> None:
     assert row_tile_for(n_q) == tile
@@ -39,8 +39,8 @@ def test_two_ctas_where_they_fit_one_where_they_do_not() -> None:
     ("head_dim", "kv_format", "n_q", "tile", "ctas"),
     [
         (128, "fp8", 65, 128, 1), (128, "fp8", 64, 64, 1), (128, "fp8", 16, 16, 2), (64, "bf16", 1000, 128, 1),
-        (256, "fp8", 1, 16, 1), (256, "bf16", 128, 128, 1),
-        (512, "fp8", 16, 16, 1), (512, "fp8", 17, 32, 1), (512, "fp8", 128, 64, 1), (512, "bf16", 1, 16, 1),
+        (256, "fp8", 1, 8, 1), (256, "fp8", 9, 16, 1), (256, "bf16", 128, 128, 1), (128, "nvfp4", 8, 8, 2),
+        (512, "fp8", 16, 16, 1), (512, "fp8", 17, 32, 1), (512, "fp8", 128, 64, 1), (512, "bf16", 1, 8, 1),
     ],
 )  # fmt: skip
 def test_the_largest_tile_that_fits(head_dim: int, kv_format: str, n_q: int, tile: int, ctas: int) -> None:

@@ -61,6 +61,13 @@ def mma_m16n8k16(dtype: str, a: Fragment, b: Fragment, acc: Fragment) -> list[Fl
     )
 
 
+def transpose_8x8(pair: Uint32) -> Uint32:
+    """An 8x8 matrix of 16-bit elements, transposed: lane 4g + t has row g, columns 2t and 2t + 1, before and after."""
+    return inline(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[pair]
+    )
+
+
 # -- conversions ---------------------------------------------------------------------------------
 
 
@@ -389,6 +396,14 @@ def store_shared_f32x2(address: Int32, values: Fragment) -> None:
 def store_shared_f32x4(address: Int32, values: Fragment) -> None:
     """Four consecutive fp32 values to shared memory."""
     inline("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *values])
+
+
+def store_shared_f32s(address: Int32, values: Fragment) -> None:
+    """One, two or four consecutive fp32 values to shared memory."""
+    if len(values) == 1:
+        store_shared_f32(address, values[0])
+    else:
+        (store_shared_f32x4 if len(values) == 4 else store_shared_f32x2)(address, values)
 
 
 def load_shared_b32(address: Int32) -> Uint32:

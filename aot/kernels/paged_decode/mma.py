@@ -3,9 +3,10 @@
 One CTA computes `row_tile` packed query rows of one KV head over one chunk of one sequence.
 
 Roles
-    consumers  `row_warps` x `key_warps` warps. Each owns 16 query rows and a slice of every stage's
-               keys, with a running softmax of its own: no barrier but the ring's in the main loop. The
-               slices are merged through shared memory at the end.
+    consumers  `row_warps` x `key_warps` warps. Each owns 16 query rows (8 of a row tile of 8, where Q is
+               the other operand: mma_operands.py) and a slice of every stage's keys, with a running softmax
+               of its own: no barrier but the ring's in the main loop. The slices are merged through shared
+               memory at the end.
     producer   the first warp of the last warpgroup. Looks pages up, issues one TMA box per page and
                128 bytes of head_dim. The rest of its warpgroup idles: registers move between whole
                warpgroups, and the consumers need the producer's.

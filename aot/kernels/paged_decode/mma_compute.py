@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from functools import partial, reduce
+
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
@@ -95,28 +98,28 @@ class Consumer(MmaTile):
         row_group = warp % c.row_warps
         col_group = warp // c.row_warps % c.col_warps
         key_group = warp // (c.row_warps * c.col_warps)
-        i, r = lane // 8, lane % 8  # matrix of Q, and its row, whose address this lane gives to ldmatrix
-        g, quad = lane // 4, lane % 4
-        q_address = smem + self.q_smem + (row_group * 16 + (i % 2) * 8 + r) * (c.head_dim * 2) + ((i // 2) ^ r) * 16
+        q_row, q_chunk = self.operands.q_lane(lane)
+        first_row = row_group * self.operands.warp_rows
+        q_address = smem + self.q_smem + (first_row + q_row) * (c.head_dim * 2) + (q_chunk ^ lane % 8) * 16
         slice_key = key_group * self.warp_keys
         k_lane = self.format.k_lane(smem + self.ring, slice_key, lane)
         v_lane = self.format.v_lane(smem + self.ring, slice_key, lane, col_group)
 
-        row = row_group * 16 + g
-        scales = [score_scale * LOG2E * ptx.load_shared_f32(smem + ROW_SCALE + (row + 8 * j) * 4) for j in (0, 1)]
+        rows = [first_row + row for row in self.operands.rows(lane)]
+        scales = [score_scale * LOG2E * ptx.load_shared_f32(smem + ROW_SCALE + row * 4) for row in rows]
         cap_scales = None
         if cutlass.const_expr(c.softcap):
             cap_scales, scales = self.mask.cap_scales(scales, softcap), [softcap * LOG2E] * 2
         exp_scale = [self.at_least_tiny(scale) for scale in scales]
-        limits = self.mask.limits(span, row0 + row, group_size)
+        limits = self.mask.limits(span, [row0 + row for row in rows], group_size)
         first_full, num_full = self.mask.full_stages(span, key_begin, num_stages)
         num_rest = num_stages - first_full - num_full
 
         q_frags = self.load_q(q_address) if self.q_in_registers else None
-        state = ([Float32(0.0)] * (4 * self.o_tiles), [Float32(NEG_INF)] * 2, [Float32(0.0)] * 2)
+        state = ([Float32(0.0)] * self.o_registers, [Float32(NEG_INF)] * 2, [Float32(0.0)] * 2)
         o, m, l = state
         stage, phase = Int32(0), Int32(0)
-        key = key_begin + slice_key + 2 * quad
+        key = key_begin + slice_key + self.operands.first_key(lane)
         fixed = (smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, span[0], depth)
         if cutlass.const_expr(c.window):
             # Masked stages lie at the beginning too. The same two loops walk both ends, so that the code does not grow.
@@ -126,7 +129,7 @@ class Consumer(MmaTile):
                 key, o, m, l, stage, phase = self.walk(fixed, limits, full, masked, key, o, m, l, stage, phase)
         else:
             key, o, m, l, stage, phase = self.walk(fixed, limits, num_full, num_rest, key, o, m, l, stage, phase)
-        return key_group, col_group, row, exp_scale, o, m, l
+        return key_group, col_group, rows, exp_scale, o, m, l
 
     @cute.jit
     def walk(self, fixed, limits, num_full, num_masked, key, o, m, l, stage, phase):
@@ -140,11 +143,15 @@ class Consumer(MmaTile):
         return key, o, m, l, stage, phase
 
     def load_q(self, q_address):
-        return [self.load_q_step(q_address, s) for s in range(self.q_steps)]
+        """Fragments of Q, 16 columns each."""
+        return [fragment for load in range(self.q_loads) for fragment in self.load_q_steps(q_address, load)]
 
-    def load_q_step(self, q_address, step):
-        """A fragment of 16 columns of Q: chunks 2 step and 2 step + 1, swizzled in groups of eight."""
-        return ptx.ldmatrix_x4((q_address ^ (32 * step % 128)) + 32 * step // 128 * 128)
+    def load_q_steps(self, q_address, load):
+        """Fragments of the columns that one `ldmatrix` reads; chunks are swizzled in groups of eight."""
+        steps = self.operands.q_steps
+        start = 32 * steps * load
+        found = ptx.ldmatrix_x4((q_address ^ (start % 128)) + start // 128 * 128)
+        return [found[n : n + 4 // steps] for n in range(0, 4, 4 // steps)]
 
     @cute.jit
     def attend(
@@ -163,13 +170,12 @@ class Consumer(MmaTile):
             first = step * self.step_keys
             scores = self.scores(self.format.move(k_lane, k_offset, first), q_address, q_frags)
             if cutlass.const_expr(c.softcap):
-                scores = [self.mask.cap(tile, cap_scales) for tile in scores]
+                scores = self.mask.cap(scores, cap_scales)
             if cutlass.const_expr(limits is not None):
-                scores = [self.mask.mask_scores(tile, key + first + 8 * t, limits) for t, tile in enumerate(scores)]
-            p, m, l, alpha, changed = self.softmax(scores, m, l, exp_scale)
-            o = self.rescale(o, alpha, changed)
+                scores = self.mask.mask_scores(scores, key + first, limits)
+            p, m, l, o = self.softmax(scores, m, l, exp_scale, o)
             ptx.mbarrier_wait(v_full, v_phase)
-            keep = None if cutlass.const_expr(limits is None) else length - key - first
+            keep = None if cutlass.const_expr(limits is None) else length - self.operands.value_key(lane, key) - first
             o = self.accumulate(self.format.move(v_lane, v_offset, first), p, keep, o)
         if cutlass.const_expr(limits is None or self.mask.may_be_early):
             self.release(lane, (k_empty, v_empty))
@@ -184,69 +190,64 @@ class Consumer(MmaTile):
                 ptx.mbarrier_arrive(barrier)
 
     def scores(self, k_lane, q_address, q_frags):
-        """S[16 rows][step_keys] as accumulator tiles of 8 keys: a lane has rows g, g + 8 and keys 2c, 2c + 1."""
+        """S of a warp's rows and `step_keys` keys, as score tiles."""
         fmt = self.format
-        tiles = [[Float32(0.0)] * 4 for _ in range(self.step_keys // 8)]
+        tiles = [[Float32(0.0)] * 4 for _ in range(self.operands.score_tiles(self.step_keys))]
         for load in range(fmt.k_loads):
-            registers = [fmt.k_load(fmt.move(k_lane, 0, 8 * t), load) for t in range(len(tiles))]
+            registers = [fmt.k_load(fmt.move(k_lane, 0, 8 * t), load) for t in range(self.step_keys // 8)]
             for group in range(fmt.k_groups):
                 first = (load * fmt.k_groups + group) * fmt.group_steps
-                q_steps = range(first, first + fmt.group_steps)
-                q_now = [q_frags[s] if q_frags is not None else self.load_q_step(q_address, s) for s in q_steps]
-                for t in range(len(tiles)):
-                    for a, b in zip(q_now, fmt.k_pairs(registers[t], group), strict=True):
-                        tiles[t] = ptx.mma_m16n8k16(self.mma_dtype, a, b, tiles[t])
+                q = self.q_now(q_address, q_frags, first, fmt.group_steps)
+                self.operands.multiply_keys(self.mma_dtype, q, partial(self.widen_block, registers, group), tiles)
         return tiles
 
-    def softmax(self, scores, m, l, exp_scale):
-        """Fold a step's scores into the running maximum and sum; returns P, m, l, alpha, and whether m moved."""
-        new_m, new_l, alpha, exps = [], [], [], []
-        for j in (0, 1):
-            row = [tile[2 * j + e] for tile in scores for e in (0, 1)]
-            peak = m[j]
-            for s in row:
-                peak = cute.arch.fmax(peak, s)
-            for distance in (1, 2):
-                peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=distance))
-            # A row that has seen nothing keeps -inf; subtracting 0 instead avoids inf - inf.
-            base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
-            alpha.append(ptx.exp2((m[j] - base) * exp_scale[j]))
-            offset = self.p_log2_scale - base * exp_scale[j]  # one multiply-add an element
-            row = [ptx.exp2(s * exp_scale[j] + offset) for s in row]
-            total = l[j] * alpha[j]
-            for p in row:
-                total = total + p
-            new_m.append(peak)
-            new_l.append(total)
-            exps.append(row)
-        changed = (new_m[0] != m[0]) | (new_m[1] != m[1])
-        # Two accumulator tiles of S are one A fragment of P, 16 keys deep.
-        p = [
-            [
-                ptx.pack_f32x2(self.mma_dtype, exps[j][4 * t + 2 * h], exps[j][4 * t + 2 * h + 1])
-                for h in (0, 1)
-                for j in (0, 1)
-            ]
-            for t in range(len(scores) // 2)
-        ]
-        return p, new_m, new_l, alpha, changed
+    def q_now(self, q_address, q_frags, first, count):
+        """Fragments of Q from one on: from registers, or from shared memory."""
+        if q_frags is not None:
+            return q_frags[first : first + count]
+        steps = self.operands.q_steps
+        loads = range(first // steps, (first + count) // steps)
+        return [fragment for load in loads for fragment in self.load_q_steps(q_address, load)]
+
+    def widen_block(self, registers, group, t):
+        """B fragments of block `t` of 8 keys."""
+        return self.format.k_pairs(registers[t], group)
 
     @cute.jit
-    def rescale(self, o, alpha, changed):
-        """O *= alpha, skipped while no row of the warp has a new maximum (every alpha is then 1)."""
-        if cute.arch.vote_any_sync(changed):
-            o = [x * alpha[n % 4 // 2] for n, x in enumerate(o)]
-        return o
+    def softmax(self, scores, m, l, exp_scale, o):
+        """Fold a step's scores into the running maximum and sum, and O; returns P, m, l, O.
+
+        Lanes that share a row agree on its maximum only when one of them has found a larger one, which few steps do.
+        """
+        rows = [[x for tile in scores for e, x in enumerate(tile) if self.operands.row(e) == j] for j in (0, 1)]
+        peaks = [reduce(cute.arch.fmax, row, peak) for row, peak in zip(rows, m, strict=True)]
+        if cute.arch.vote_any_sync((peaks[0] != m[0]) | (peaks[1] != m[1])):
+            for distance in self.operands.sharers:
+                peaks = [cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=distance)) for x in peaks]
+            alpha = [ptx.exp2((m[j] - self.base(peaks[j])) * exp_scale[j]) for j in (0, 1)]
+            o = [x * alpha[self.operands.row(n % 4)] for n, x in enumerate(o)]
+            l = [x * a for x, a in zip(l, alpha, strict=True)]
+            m = peaks
+        exps = []
+        for row, peak, scale in zip(rows, m, exp_scale, strict=True):
+            offset = self.p_log2_scale - self.base(peak) * scale  # one multiply-add an element
+            exps.append([ptx.exp2(s * scale + offset) for s in row])
+        l = [reduce(operator.add, row, total) for row, total in zip(exps, l, strict=True)]
+        return self.operands.probabilities(self.mma_dtype, exps), m, l, o
+
+    def base(self, peak):
+        """What is subtracted: a row that has seen nothing keeps -inf; subtracting 0 instead avoids inf - inf."""
+        return cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
 
     def accumulate(self, v_lane, p, keep, o):
-        """O += P V. `keep` (or None): how many keys from this lane's first on are inside the sequence."""
+        """O += P V. `keep` (or None): how many keys from this lane's first of V on are inside the sequence."""
         fmt = self.format
         o = list(o)
-        for t, a in enumerate(p):
+        for t, operand in enumerate(p):
             masks = None if keep is None else [self.row_mask(keep - 16 * t - 8 * h) for h in (0, 1)]
             for load in range(fmt.v_loads):
-                for tile, b in fmt.v_fragments(fmt.move(v_lane, 0, 16 * t), load, masks):
-                    o[4 * tile : 4 * tile + 4] = ptx.mma_m16n8k16(self.mma_dtype, a, b, o[4 * tile : 4 * tile + 4])
+                fragments = fmt.v_fragments(fmt.move(v_lane, 0, 16 * t), load, masks)
+                self.operands.accumulate(self.mma_dtype, operand, fragments, o)
         return o
 
     def row_mask(self, keep):

@@ -42,7 +42,6 @@ class Format:
         # One ldmatrix.x4 reads four 16-byte chunks of 8 keys for K, two of 16 keys for V.
         self.k_loads, self.v_loads = max(1, chunks // 4), chunks // 2 // config.col_warps
         self.group_steps = config.head_dim // 16 // (self.k_loads * self.k_groups)
-        self.o_tiles = config.head_dim // 8 // config.col_warps
         self.warp_bytes = config.boxes_per_row // config.col_warps * self.column_bytes
 
     # -- Q -------------------------------------------------------------------------------------
@@ -91,7 +90,7 @@ class Format:
         return [stage + col_group * self.warp_bytes + row + ((i // 2) ^ self.swizzle(r)) * 16]
 
     def v_fragments(self, lane: Sequence[Any], load: int, masks: Sequence[Any] | None) -> list[tuple[int, Pair]]:
-        """(output tile, B fragment) of V for 16 keys and the columns of load `load` of `v_loads`.
+        """(block of 8 columns of O, B fragment) of V for 16 keys and the columns of load `load` of `v_loads`.
 
         `masks` (or None): which of keys 2 quad and 2 quad + 1 exist, and of those 8 further on.
         """
@@ -109,18 +108,6 @@ class Format:
         raise NotImplementedError
 
     # -- O -------------------------------------------------------------------------------------
-
-    def output_vectors(self) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """(first column, columns from one quad to the next, [(tile, n % 2), ...]) of neighbouring columns in a lane.
-
-        Tile i of a chunk's `unit_codes` holds code i of each 16-bit unit; a lane has units 2 quad and 2 quad + 1.
-        """
-        u = self.unit_codes
-        found = []
-        for chunk in range(self.o_tiles // u):
-            columns = [(u * chunk + i, e) for e in (0, 1) for i in range(u)]
-            found += [(8 * u * chunk + n, 2 * u, columns[n : n + 4]) for n in range(0, 2 * u, 4)]
-        return found
 
     def merge_offset(self, column: Any) -> Any:
         """Where a column of O (a multiple of 4 but for bf16) lies in its row, in bytes, while slices are merged."""
@@ -194,6 +181,9 @@ class E2m1(Format):
         return ptx.e2m1x8_to_f16x2x4(register)
 
     def merge_offset(self, column: Any) -> Any:
-        """Quads store every other 16 bytes: two of four take the ones between, so that they meet in no bank."""
+        """Quads store every other 16 bytes: two of four take the ones between, so that they meet in no bank.
+
+        With keys first, lanes store neighbouring ones, and meet in none either way.
+        """
         chunk = column >> 2
         return (chunk ^ ((chunk >> 2) & 1)) * 16

@@ -93,7 +93,10 @@ class SixBit(Format):
         return [self.widen(w, bit + k) for w, bit in zip(windows, (0, 4, 0, 4), strict=True) for k in (0, 6)]
 
     def merge_offset(self, column: Any) -> Any:
-        """Quads store every 128 bytes, or 64: each moves by its number, so that they meet in no bank."""
+        """Quads store every 128 bytes, or 64: each moves by its number, so that they meet in no bank.
+
+        With keys first, two lanes meet in one, once a launch.
+        """
         chunk = column >> 2
         return (chunk ^ ((chunk >> (3 if self.unit_codes == 16 else 2)) & 3)) * 16
 

@@ -53,14 +53,14 @@ class Mask(MmaTile):
         return key_begin <= cutlass.max(first, 0)
 
     @cute.jit
-    def limits(self, span, first_row, group_size):
-        """[end of visible keys of this lane's rows (two, eight apart), then, with a window, their first ones]."""
+    def limits(self, span, rows, group_size):
+        """[end of visible keys of this lane's two rows, then, with a window, their first ones]."""
         c = self.config
         length, tokens, window, key_end = span
         if cutlass.const_expr(c.q_len > 1):
-            ends = [length - tokens + 1 + (first_row + 8 * j) // group_size for j in (0, 1)]
+            ends = [length - tokens + 1 + row // group_size for row in rows]
         else:
-            ends = [length, length]
+            ends = [length] * 2
         firsts = [end - window for end in ends] if cutlass.const_expr(c.window) else []
         last = key_end if self.may_end_inside else length
         return [cutlass.min(end, last) for end in ends] + firsts
@@ -89,14 +89,18 @@ class Mask(MmaTile):
         """
         return self.config.q_len > 1 or self.config.window
 
-    def mask_scores(self, tile, key, limits):
-        """-inf where this lane's keys (key, key + 1) are not visible to its two rows."""
+    def mask_scores(self, tiles, key, limits):
+        """-inf where this lane's keys, from `key` on, are not visible to its rows."""
         masked = []
-        for e in range(4):
-            visible = key + e % 2 < limits[e // 2]
-            if self.config.window:
-                visible = visible & (key + e % 2 >= limits[2 + e // 2])
-            masked.append(cutlass.select_(visible, tile[e], Float32(NEG_INF)))
+        for t, tile in enumerate(tiles):
+            found = []
+            for e, score in enumerate(tile):
+                own, row = key + self.operands.score_key(t, e), self.operands.row(e)
+                visible = own < limits[row]
+                if self.config.window:
+                    visible = visible & (own >= limits[2 + row])
+                found.append(cutlass.select_(visible, score, Float32(NEG_INF)))
+            masked.append(found)
         return masked
 
     # -- scores --------------------------------------------------------------------------------
@@ -105,9 +109,13 @@ class Mask(MmaTile):
         """Factors from raw scores to the exponent of 2 in `cap`, per row, from those to the exponent in a softmax."""
         return [2.0 * scale / softcap for scale in scales]
 
-    def cap(self, tile, cap_scales):
+    def cap(self, tiles, cap_scales):
         """tanh(score / cap), to some 2^-22 of 1: the softmax scale is then the cap itself."""
-        return [1.0 - 2.0 * ptx.reciprocal(1.0 + ptx.exp2(x * cap_scales[e // 2])) for e, x in enumerate(tile)]
+        scales = [cap_scales[self.operands.row(e)] for e in range(4)]
+        return [
+            [1.0 - 2.0 * ptx.reciprocal(1.0 + ptx.exp2(x * scale)) for x, scale in zip(tile, scales, strict=True)]
+            for tile in tiles
+        ]
 
     # -- sinks ---------------------------------------------------------------------------------
 

@@ -29,29 +29,29 @@ class Epilogue(MmaTile):
         self.mask = Mask(config, arch)
 
     @cute.jit
-    def merge_slices(self, smem, lane, key_group, col_group, row, exp_scale, o, m, l):
+    def merge_slices(self, smem, lane, key_group, col_group, rows, exp_scale, o, m, l):
         """Bring the key slices of a row to one maximum and put their O side by side in the ring's memory."""
         c = self.config
-        quad = lane % 4
-        for distance in (1, 2):
+        for distance in self.operands.sharers:
             l = [x + cute.arch.shuffle_sync_bfly(x, offset=distance) for x in l]
-        if (quad == 0) & (col_group == 0):
+        if self.operands.is_first(lane) & (col_group == 0):
             for j in cutlass.range_constexpr(2):
-                ptx.store_shared_f32x2(self.stats(smem, key_group, row + 8 * j), (m[j], l[j]))
+                ptx.store_shared_f32x2(self.stats(smem, key_group, rows[j]), (m[j], l[j]))
         # Also keeps anyone from overwriting a stage that another warp still reads.
         self.sync_consumers()
         for j in cutlass.range_constexpr(2):
             peak = Float32(NEG_INF)
             for k in cutlass.range_constexpr(c.key_warps):
-                peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, row + 8 * j)))
+                peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, rows[j])))
             base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
             factor = ptx.exp2((m[j] - base) * exp_scale[j])
-            target = smem + self.ring + ((key_group * c.row_tile + row + 8 * j) * self.o_pad) * 4
+            target = smem + self.ring + ((key_group * c.row_tile + rows[j]) * self.o_pad) * 4
             target += col_group * (self.o_columns * 4)
-            for first, step, places in self.format.output_vectors():
-                values = [o[4 * tile + 2 * j + e] * factor for tile, e in places]
-                store = ptx.store_shared_f32x4 if len(values) == 4 else ptx.store_shared_f32x2
-                store(target + self.format.merge_offset(first + step * quad), values)
+            units = self.format.unit_codes
+            step = self.operands.output_step(lane, units)
+            for first, registers in self.operands.outputs(units, self.o_columns):
+                values = [o[by_row[j]] * factor for by_row in registers]
+                ptx.store_shared_f32s(target + self.format.merge_offset(first + step), values)
 
     def stats(self, smem, key_group, row):
         return smem + ROW_STATS + (key_group * self.config.row_tile + row) * 8

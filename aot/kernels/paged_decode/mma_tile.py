@@ -8,6 +8,7 @@ from cutlass import Int32, cute
 from cubinery.aot.kernels.paged_decode.abi import kv_map
 from cubinery.aot.kernels.paged_decode.constants import LOG2E, NEG_INF, TINY
 from cubinery.aot.kernels.paged_decode.mma_kv import format_of
+from cubinery.aot.kernels.paged_decode.mma_operands import operands_of
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
@@ -34,6 +35,7 @@ class MmaTile:
         self.smem_bytes = config.smem_bytes(arch)
         self.registers = config.registers(arch)
         self.format = format_of(config)
+        self.operands = operands_of(config)
         self.mma_dtype = self.format.mma_dtype
         self.p_log2_scale = float(self.format.p_log2_scale)
         self.box = kv_map(config, "k").box
@@ -47,11 +49,11 @@ class MmaTile:
         # Keys of one softmax step: more amortise its shuffles, fewer leave registers to O.
         self.step_keys = min(self.warp_keys, 32 if config.head_dim <= 128 else 16)
         self.q_element_bytes = 2 if config.q_dtype == "bf16" else 1
-        self.q_steps = config.head_dim // 16
+        self.q_loads = config.head_dim // 16 // self.operands.q_steps
         self.q_in_registers = config.head_dim <= 128
         # Columns of O that one warp holds.
         self.o_columns = config.head_dim // config.col_warps
-        self.o_tiles = self.o_columns // 8
+        self.o_registers = self.o_columns * self.operands.warp_rows // 32
         self.o_pad = config.merge_pitch
         self.q_smem = config.FIXED_SMEM
         self.ring = config.FIXED_SMEM + config.q_bytes

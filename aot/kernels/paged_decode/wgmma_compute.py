@@ -48,11 +48,10 @@ class WgmmaConsumer(WgmmaTile, Consumer):
             if step == self.warp_keys // STEP_KEYS - 1:
                 self.release(lane, (k_empty,))
             if cutlass.const_expr(c.softcap):
-                scores = [self.mask.cap(tile, cap_scales) for tile in scores]
+                scores = self.mask.cap(scores, cap_scales)
             if cutlass.const_expr(limits is not None):
-                scores = [self.mask.mask_scores(tile, key + first + 8 * t, limits) for t, tile in enumerate(scores)]
-            p, m, l, alpha, changed = self.softmax(scores, m, l, exp_scale)
-            o = self.rescale(o, alpha, changed)
+                scores = self.mask.mask_scores(scores, key + first, limits)
+            p, m, l, o = self.softmax(scores, m, l, exp_scale, o)
             ptx.mbarrier_wait(v_full, v_phase)
             o = self.add_values(v_lane[0] + v_tile + first * PITCH, p, o)
         self.release(lane, (v_empty,))
@@ -60,7 +59,7 @@ class WgmmaConsumer(WgmmaTile, Consumer):
 
     def tile_scores(self, k, q_frags):
         """S[64 rows][STEP_KEYS], spread as tiles of 8 keys: a lane has rows g, g + 8 and keys 2c, 2c + 1."""
-        columns = [16 * step for step in range(self.q_steps)]
+        columns = [16 * step for step in range(self.config.head_dim // 16)]
         steps = [x // BLOCK_COLUMNS * self.block_bytes + x % BLOCK_COLUMNS * 2 for x in columns]
         b = wgmma.descriptor(k, leading=16, stride=_ATOM)
         flat = wgmma.multiply_f16([x for fragment in q_frags for x in fragment], b, steps, STEP_KEYS)

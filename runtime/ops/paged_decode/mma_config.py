@@ -25,7 +25,7 @@ class MmaConfig(DecodeConfig):
 
     impl: ClassVar[str] = "mma"
 
-    row_tile: int = axis("t", choices=(16, 32, 64, 128), default=16, doc="packed query rows of one CTA")
+    row_tile: int = axis("t", choices=(8, 16, 32, 64, 128), default=16, doc="packed query rows of one CTA")
 
     def check(self) -> None:
         """A window ends at each token's own key, so it takes a causal mask. Raises ConfigError."""
@@ -69,19 +69,25 @@ class MmaConfig(DecodeConfig):
     def stage_keys(self) -> int:
         """Keys of one ring stage: a tile, half of one where so much K is large for a ring, a quarter for long heads.
 
-        Two tiles where eight warps share 16 rows of at most 128 bytes: each then takes 32 keys, a whole softmax step.
+        Two tiles where eight warps share up to 16 query rows and a key has at most 128 bytes: each warp then takes 32
+        keys, a whole softmax step.
         """
         if self.head_dim > 256:
             return TILE_KEYS // (2 if self.row_bytes <= 256 and self.ctas_per_sm == 1 else 4)
         most = 16 * 1024 if self.ctas_per_sm == 2 else (32 if self.row_tile > 64 else 64) * 1024  # beside Q
-        if self.ctas_per_sm == 1 and self.row_tile == 16 and self.row_bytes <= 128 and self.head_dim <= 128:
+        if self.ctas_per_sm == 1 and self.row_tile <= 16 and self.row_bytes <= 128 and self.head_dim <= 128:
             return 2 * TILE_KEYS
         return TILE_KEYS if TILE_KEYS * self.row_bytes <= most else TILE_KEYS // 2
 
     @property
+    def keys_first(self) -> bool:
+        """Whether keys are the rows of the MMA and query rows its columns, all of them in each warp."""
+        return self.row_tile == 8
+
+    @property
     def row_warps(self) -> int:
-        """Groups of 16 query rows; each is served by `col_warps * key_warps` warps."""
-        return self.row_tile // 16
+        """Groups of query rows, each of which is served by `col_warps * key_warps` warps."""
+        return 1 if self.keys_first else self.row_tile // 16
 
     @property
     def col_warps(self) -> int:
@@ -131,7 +137,7 @@ class MmaConfig(DecodeConfig):
 
     @property
     def lone_tile_cost(self) -> int:
-        """For the planner (see its LONE_TILE_COST): measured on an H200.
+        """For the planner (see its LONE_TILE_COST): measured on an H200, of narrow formats with 16 rows.
 
         Arithmetic weighs more against memory the more rows there are, and the fewer bits a code has.
         """
@@ -156,7 +162,7 @@ class MmaConfig(DecodeConfig):
     @property
     def merge_pitch(self) -> int:
         """fp32 elements from one row to the next where warps' O are merged; the padding avoids bank conflicts."""
-        return self.head_dim + 16
+        return self.head_dim + (4 if self.keys_first else 16)
 
     @property
     def merge_bytes(self) -> int:
@@ -174,10 +180,12 @@ class MmaConfig(DecodeConfig):
     def ring_depth(self, arch: Arch, ctas: int) -> int:
         """Ring stages to use in a grid of so many CTAs: what keeps the memory busy, and no more.
 
-        On an H200 more than 128 KiB of loads in flight an SM cost 1 to 3 % of the bandwidth.
+        On an H200 more than 128 KiB of loads in flight an SM cost 1 to 3 % of the bandwidth; with 32 rows, whose warps
+        fall behind at times, 112 KiB are 0.5 % faster.
         """
         beside = min(self.ctas_per_sm, -(-ctas // arch.sms))
-        return min(self.stages(arch), max(3, 128 * 1024 // (beside * self.stage_bytes)))
+        in_flight = (112 if self.row_tile == 32 and self.stage_bytes <= 16 * 1024 else 128) * 1024
+        return min(self.stages(arch), max(3, in_flight // (beside * self.stage_bytes)))
 
     def smem_bytes(self, arch: Arch) -> int:
         """Dynamic shared memory that a launch passes."""

@@ -20,7 +20,7 @@ from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig, MmaConfig, Tcgen05Config, WgmmaConfig
 from cubinery.runtime.ops.paged_decode.table import DECODE_IMPLS, Option, SelectorTable
 
-ROW_TILES = (16, 32, 64, 128)
+ROW_TILES = (8, 16, 32, 64, 128)
 """Packed query rows that one CTA of `mma` can hold, ascending."""
 
 TCGEN05_TILES = (16, 32)
@@ -125,7 +125,7 @@ def _alone(config: DecodeConfig, arch: Arch, given: Mapping[str, Any]) -> Decode
     plain = not (config.window or config.sinks or config.softcap or config.q_lens)
     if (
         arch.sm != 90 or config.impl != MmaConfig.impl or "ctas_per_sm" in given or not plain
-        or (config.head_dim, config.kv_format, config.row_tile, config.ctas_per_sm) != (128, "fp8", 16, 2)
+        or (config.head_dim, config.kv_format, config.ctas_per_sm) != (128, "fp8", 2) or config.row_tile > 16
     ):  # fmt: skip
         return None
     return replace(config, ctas_per_sm=1)
@@ -272,14 +272,15 @@ def _mma(problem: Problem, row_tile: int | None, ctas_per_sm: int | None, pdl: b
     """Configurations of `mma`, best first.
 
     The row tile is the smallest that holds all packed rows, so that one CTA streams the keys once for all of them,
-    or the largest that fits. Two CTAs share an SM where both fit (they hide each other's latency), but for wide tiles
-    and heads longer than 128: their arithmetic wants all warps of an SM for one chunk.
+    or the largest that fits; 8 is only for those whom it suffices. Two CTAs share an SM where both fit (they hide each
+    other's latency), but for wide tiles and heads longer than 128: their arithmetic wants all warps of an SM for one
+    chunk.
     """
     largest = row_tile_for(problem.n_q)
-    tiles = [t for t in reversed(ROW_TILES) if t <= largest] if row_tile is None else [row_tile]
+    tiles = [t for t in reversed(ROW_TILES) if t == largest or 16 <= t < largest] if row_tile is None else [row_tile]
     config = MmaConfig(**_axes(problem), pdl=pdl, row_tile=tiles[0], ctas_per_sm=ctas_per_sm or 1).canonical()
     for tile in tiles:
-        sharing = (2, 1) if problem.head_dim <= 128 and tile == ROW_TILES[0] else (1, 2)
+        sharing = (2, 1) if problem.head_dim <= 128 and tile <= 16 else (1, 2)
         for ctas in sharing if ctas_per_sm is None else (ctas_per_sm,):
             yield replace(config, row_tile=tile, ctas_per_sm=ctas)
 

@@ -27,6 +27,7 @@ CONFIGS = {
     "q_lens1": MmaConfig(**BASE, q_lens=True),
     "one": MmaConfig(**BASE, window=True, q_lens=True),
     "all": MmaConfig(**BASE, q_len=4, window=True, sinks=True, softcap=True, q_lens=True),
+    "all8": MmaConfig(**BASE, q_len=4, row_tile=8, window=True, sinks=True, softcap=True, q_lens=True),
     "narrow": MmaConfig(
         head_dim=128,
         page_size=32,
@@ -151,9 +152,10 @@ def test_too_many_tokens_do_not_widen_a_window(simulated: Simulated) -> None:
     simulated.check(CONFIGS["one"], p, window=65, q_lens=torch.tensor([9, 1, 2**31 - 1], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("name", ["all", "long", "narrow"])
+@pytest.mark.parametrize("name", ["all", "all8", "long", "narrow"])
 @pytest.mark.parametrize(("window", "force_splits"), [(1, 1), (140, 2), (5000, 3)])
 def test_all_at_once(simulated: Simulated, name: str, window: int, force_splits: int) -> None:
+    """`all8` has a second row tile that is not full, and rows of two tokens in one lane."""
     config = CONFIGS[name]
     p = problem(config, [400, 257, 0, 3])
     q_lens = [config.q_len, 2, 1, 0]

@@ -18,20 +18,23 @@ pytest.importorskip("cutlass", reason="the compiler is not installed")
 ARCHS = ("sm_90a", "sm_110a")
 
 CONFIGS = [
-    MmaConfig(head_dim=64, page_size=16, kv_format="e2m1"),
+    MmaConfig(head_dim=64, page_size=16, kv_format="e2m1", row_tile=8),
     MmaConfig(head_dim=128, page_size=32, kv_format="e2m1", q_dtype="e4m3", q_len=4),
     MmaConfig(head_dim=256, page_size=64, kv_format="e2m1", row_tile=32),
     MmaConfig(head_dim=512, page_size=128, kv_format="e2m1", q_dtype="e4m3"),
     MmaConfig(head_dim=64, page_size=128, kv_format="e3m2", q_dtype="e4m3", row_tile=32),
     MmaConfig(head_dim=128, page_size=16, kv_format="e3m2"),
     MmaConfig(head_dim=128, page_size=64, kv_format="e2m3", q_dtype="e4m3", q_len=3),
-    MmaConfig(head_dim=256, page_size=32, kv_format="e2m3"),
+    MmaConfig(head_dim=256, page_size=32, kv_format="e2m3", row_tile=8),
     MmaConfig(head_dim=512, page_size=16, kv_format="e2m3"),
     MmaConfig(head_dim=64, page_size=32, kv_format="nvfp4", q_len=2),
     MmaConfig(head_dim=128, page_size=128, kv_format="nvfp4", q_dtype="e4m3"),
     MmaConfig(head_dim=256, page_size=16, kv_format="nvfp4", row_tile=32),
-    MmaConfig(head_dim=512, page_size=64, kv_format="nvfp4"),
-    MmaConfig(head_dim=128, page_size=16, kv_format="fp8", q_dtype="e4m3"),
+    MmaConfig(head_dim=512, page_size=64, kv_format="nvfp4", row_tile=8),
+    MmaConfig(head_dim=128, page_size=16, kv_format="fp8", q_dtype="e4m3", row_tile=8),
+    MmaConfig(head_dim=128, page_size=64, kv_format="e3m2", q_len=2, row_tile=8),
+    MmaConfig(head_dim=64, page_size=32, kv_format="bf16", row_tile=8, ctas_per_sm=1),
+    MmaConfig(head_dim=512, page_size=16, kv_format="bf16", row_tile=8),
     MmaConfig(head_dim=512, page_size=32, kv_format="bf16", q_dtype="e4m3", ctas_per_sm=1),
 ]
 

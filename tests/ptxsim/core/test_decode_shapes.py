@@ -18,6 +18,8 @@ ARCHS = ("sm_90a", "sm_110a")
 
 CONFIGS = [
     MmaConfig(head_dim=64, page_size=16, kv_format="fp8", q_len=3),
+    MmaConfig(head_dim=128, page_size=64, kv_format="fp8", q_len=3, row_tile=8, ctas_per_sm=1),
+    MmaConfig(head_dim=512, page_size=32, kv_format="fp8", row_tile=8),
     MmaConfig(head_dim=64, page_size=128, kv_format="fp8", row_tile=32, ctas_per_sm=1),
     MmaConfig(head_dim=64, page_size=64, kv_format="bf16", q_len=16, row_tile=128, ctas_per_sm=1),
     MmaConfig(head_dim=128, page_size=32, kv_format="fp8", q_len=2, row_tile=128, ctas_per_sm=1),
@@ -39,8 +41,8 @@ def simulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_shapes_agree_with_the_reference(simulated: Simulated, config: MmaConfig) -> None:
     """Rows that fill the tile but for a few, or a second one; lengths on borders, shorter than q_len, and none."""
     group = max(1, (config.row_tile - 1) // config.q_len)
-    if config.row_tile == 16:
-        group += 16 // config.q_len  # a second tile
+    if config.row_tile <= 16:
+        group += config.row_tile // config.q_len  # a second tile
     lengths = [2 * config.stage_keys + 131, 0, 7]
     p = Problem(
         lengths, np.random.default_rng(config.head_dim + config.row_tile), torch, h_q=group, h_k=1, d=config.head_dim,

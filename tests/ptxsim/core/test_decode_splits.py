@@ -26,22 +26,24 @@ ARCHS = ("sm_90a", "sm_110a")
 SCHEDULES = ("fair:0", "late:0", "delays:1", "priorities:2")
 ONE_ROW = MmaConfig(head_dim=64, page_size=16, kv_format="fp8")
 TWO_TILES = MmaConfig(head_dim=64, page_size=16, kv_format="fp8", q_len=3)
+WARP_A_ROW = MmaConfig(head_dim=64, page_size=16, kv_format="fp8", row_tile=8, ctas_per_sm=1)
 
 
 @pytest.fixture(scope="module", params=ARCHS)
 def simulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Simulated:
     folder: Path = tmp_path_factory.mktemp("splits")
-    return simulate([ONE_ROW, TWO_TILES], request.param, folder)
+    return simulate([ONE_ROW, TWO_TILES, WARP_A_ROW], request.param, folder)
 
 
 def problem(lengths: Sequence[int], **fields: Any) -> Problem:
     return Problem(list(lengths), np.random.default_rng(5), torch, **({"h_q": 4, "h_k": 2, "d": 64} | fields))
 
 
-def plan_of(simulated: Simulated, p: Problem, **options: Any) -> Plan:
+def plan_of(simulated: Simulated, p: Problem, config: MmaConfig = ONE_ROW, **options: Any) -> Plan:
     call = PagedDecode(
-        simulated.library, head_dim=p.d, page_size=p.page_size, kv_format=p.kv_format, q_len=p.q_len, row_tile=16
-    )
+        simulated.library, head_dim=p.d, page_size=p.page_size, kv_format=p.kv_format, q_len=p.q_len,
+        row_tile=config.row_tile, ctas_per_sm=config.ctas_per_sm,
+    )  # fmt: skip
     return call.plan(p.lengths, **p.heads, **options)
 
 
@@ -97,10 +99,11 @@ def test_each_row_tile_has_a_counter(simulated: Simulated, schedule: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [5, 33])
-def test_batches_of_splits(simulated: Simulated, splits: int) -> None:
+@pytest.mark.parametrize("config", [ONE_ROW, WARP_A_ROW], ids=["four rows a warp", "one row a warp"])
+def test_batches_of_splits(simulated: Simulated, config: MmaConfig, splits: int) -> None:
     """More than are merged at once, and more than there are lanes."""
-    driver, p = simulated.driver, problem([splits * 128 - 7], h_q=2, h_k=1)
+    driver, p = simulated.driver, problem([splits * 128 - 7], h_q=7, h_k=1)
     with watching(driver):
         driver.register_tensors(q=p.q, k=p.k, v=p.v, block_table=p.table)
         driver.schedule = partial(named_schedule, "fair:0")
-        run(plan_of(simulated, p, force_splits=splits), p)
+        run(plan_of(simulated, p, config, force_splits=splits), p)
