@@ -61,7 +61,7 @@ emit: [ptx]
 ---
 family: paged_decode
 impl: mma
-matrix: {{{archs}, head_dim: [128], page_size: [16], kv_format: [{", ".join(READABLE)}]}}
+matrix: {{{archs}, head_dim: [128], page_size: [16], kv_format: [{", ".join(READABLE)}], row_tile: [8]}}
 emit: [ptx]
 """
     )
@@ -197,7 +197,7 @@ def test_what_is_appended_is_what_a_decode_reads(simulator: Callable[..., Any], 
 
     driver, library = simulator(arch)
     lengths, heads = (150, 1, 77), mma.NUM_KV_HEADS
-    given = mma.decode_problem(MmaConfig(head_dim=128, page_size=16, kv_format=kv_format), 2, lengths)
+    given = mma.decode_problem(MmaConfig(head_dim=128, page_size=16, kv_format=kv_format, row_tile=8), 2, lengths)
     caches = [given["k_cache"], given["v_cache"]]
     blocks = {name: given[name] for name in ("k_scales", "v_scales") if name in given}  # nvfp4
     for tensor in (*caches, *blocks.values()):
