@@ -11,8 +11,6 @@ pytest.importorskip("cutlass", reason="the compiler is not installed")
 
 from cubinery.aot.kernels.paged_decode.mma_kv import format_of
 from cubinery.aot.kernels.paged_decode.mma_operands import operands_of
-from cubinery.runtime.arch import ARCHS
-from cubinery.runtime.errors import ConfigError
 from cubinery.runtime.ops.paged_decode.config import HEAD_DIMS, KV_BITS, MmaConfig
 
 BANKS = 32
@@ -25,10 +23,6 @@ CONFLICTS = {("e3m2", True): 2, ("e2m3", True): 2, ("bf16", False): 2}
 def test_every_element_of_o_has_a_place_of_its_own(head_dim: int, kv_format: str, row_tile: int) -> None:
     """Each (row, column) of a warp is written once, by a store that is aligned and meets others in few banks."""
     config = MmaConfig(head_dim=head_dim, page_size=16, kv_format=kv_format, row_tile=row_tile, ctas_per_sm=1)
-    try:
-        config.check_arch(ARCHS["sm_90a"])
-    except ConfigError:
-        pytest.skip("no such kernel")
     operands, fmt = operands_of(config), format_of(config)
     columns, conflicts = head_dim // config.col_warps, 1
     written: Counter[tuple[int, int]] = Counter()
@@ -65,7 +59,4 @@ def test_scores_of_a_step_are_those_of_its_rows_and_keys(row_tile: int) -> None:
         assert operands.value_key(lane, operands.first_key(lane)) == lane % 4 * 2
         shared = {lane ^ sum(chosen) for n in range(4) for chosen in itertools.combinations(operands.sharers, n)}
         assert {other for other in range(32) if operands.rows(other) == operands.rows(lane)} == shared
-    assert [lane for lane in range(32) if operands.is_first(lane)] == sorted(
-        min(lane for lane in range(32) if operands.rows(lane) == rows)
-        for rows in {tuple(operands.rows(lane)): operands.rows(lane) for lane in range(32)}.values()
-    )
+        assert operands.is_first(lane) == (lane == min(shared))

@@ -180,12 +180,10 @@ class MmaConfig(DecodeConfig):
     def ring_depth(self, arch: Arch, ctas: int) -> int:
         """Ring stages to use in a grid of so many CTAs: what keeps the memory busy, and no more.
 
-        On an H200 more than 128 KiB of loads in flight an SM cost 1 to 3 % of the bandwidth; with 32 rows, whose warps
-        fall behind at times, 112 KiB are 0.5 % faster.
+        On an H200 more than 128 KiB of loads in flight an SM cost 1 to 3 % of the bandwidth.
         """
         beside = min(self.ctas_per_sm, -(-ctas // arch.sms))
-        in_flight = (112 if self.row_tile == 32 and self.stage_bytes <= 16 * 1024 else 128) * 1024
-        return min(self.stages(arch), max(3, in_flight // (beside * self.stage_bytes)))
+        return min(self.stages(arch), max(3, 128 * 1024 // (beside * self.stage_bytes)))
 
     def smem_bytes(self, arch: Arch) -> int:
         """Dynamic shared memory that a launch passes."""
