@@ -50,77 +50,103 @@ class SplitMerge:
     ):  # fmt: skip
         """O and LSE of the tile's rows. A warp takes rows, a lane four columns of every 128.
 
-        Splits come in batches of 32, one lane holding the m and l of each, under a running maximum. `first_row` is
-        the first row of this head in the sequence's first partial slot; slots are `rows` rows apart.
+        `first_row` is the first row of this head in the sequence's first partial slot; slots are `rows` rows apart.
         """
-        per_warp = self.row_tile // self.warps
         place = (o_partial, m_partial, l_partial, first_row, rows, n_splits)
         if n_splits <= FEW_SPLITS:
-            # Several rows at once: their requests are under way together.
-            for i in cutlass.range(per_warp // self.few_rows, unroll=1):
-                n0 = row0 + (i * self.warps + warp) * self.few_rows
-                self.merge_rows(
-                    lane, n0, n_q, group_size, place, scale_o, target, self.few_rows, FEW_SPLITS, FEW_SPLITS
-                )
+            for row in cutlass.range(warp * self.few_rows, self.row_tile, self.warps * self.few_rows, unroll=1):
+                self.merge_few(lane, row0 + row, n_q, group_size, place, scale_o, target)
         else:
-            for i in cutlass.range(per_warp, unroll=1):
-                n0 = row0 + i * self.warps + warp
-                self.merge_rows(lane, n0, n_q, group_size, place, scale_o, target, 1, self.depth, 32)
+            for row in cutlass.range(warp, self.row_tile, self.warps, unroll=1):
+                self.merge_many(lane, row0 + row, n_q, group_size, place, scale_o, target)
 
     @cute.jit
-    def merge_rows(self, lane, n0, n_q, group_size, place, scale_o, target, count, depth, batch_size):
-        """Merge `count` rows from `n0` on, requesting the O of `depth` splits at once.
+    def merge_few(self, lane, n0, n_q, group_size, place, scale_o, target):
+        """Merge `few_rows` rows of few chunks from `n0` on, whose requests are under way together.
 
-        `batch_size`: splits a batch, of which a lane holds one. Lanes beyond have no weight, whatever maximum they see.
+        Lane FEW_SPLITS * i + j holds m and l of row i and chunk j.
         """
         o_partial, m_partial, l_partial, first_row, rows, n_splits = place
-        o_base, o_token, o_head, lse, stat_row = target
+        _, _, _, lse, stat_row = target
         if n0 < n_q:
-            bases = [Float32(NEG_INF) for _ in range(count)]
-            totals = [Float32(0.0) for _ in range(count)]
-            accs = [[Float32(0.0)] * self.columns for _ in range(count)]
-            firsts = [first_row + cutlass.min(n0 + r, n_q - 1) for r in range(count)]
+            first = first_row + n0
+            live = [cutlass.select_(n0 + r < n_q, n_splits, Int32(0)) for r in range(self.few_rows)]
+            os = self.load_os(o_partial, first, rows, lane, Int32(0), live, FEW_SPLITS)
+            row, split = lane // FEW_SPLITS, lane % FEW_SPLITS
+            exists = (row < self.few_rows) & (n0 + row < n_q)
+            own = cutlass.select_(exists, split, n_splits)
+            m = self.load_stat(m_partial, first + row, rows, own, n_splits, NEG_INF)
+            l = self.load_stat(l_partial, first + row, rows, own, n_splits, 0.0)
+            peak = m
+            for distance in (1, 2):
+                peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=distance))
+            weight = ptx.exp2((m - cutlass.select_(peak == NEG_INF, Float32(0.0), peak)) * LOG2E)
+            total = weight * l
+            for distance in (1, 2):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+            # A row that saw no key in any chunk gives 0 and -inf.
+            weight = weight * cutlass.select_(total == 0.0, Float32(0.0), scale_o / total)
+            token = n0 // group_size
+            head = n0 - token * group_size
+            for r in cutlass.range_constexpr(self.few_rows):
+                acc = self.add([Float32(0.0)] * self.columns, os[r], weight, FEW_SPLITS * r)
+                if (n0 + r < n_q) & (lane < self.lanes):
+                    self.store_row(lane, token, head, target, acc)
+                ends = head == group_size - 1
+                token, head = cutlass.select_(ends, token + 1, token), cutlass.select_(ends, Int32(0), head + 1)
+            if exists & (split == 0):
+                log_sum = cutlass.select_(total == 0.0, Float32(NEG_INF), peak + cute.math.log(total))
+                store_f32(lse, stat_row + n0 + row, log_sum)
+
+    def store_row(self, lane, token, head, target, values):
+        """This lane's columns of a row of O."""
+        o_base, o_token, o_head, _, _ = target
+        address = o_base + (Int64(token) * o_token + Int64(head) * o_head) * 2 + lane * 8
+        for v in range(self.columns // 4):
+            row = values[4 * v : 4 * v + 4]
+            ptx.store_global_v2(address + v * 256, [ptx.pack_f32x2("bf16", row[e], row[e + 1]) for e in (0, 2)])
+
+    @cute.jit
+    def merge_many(self, lane, n, n_q, group_size, place, scale_o, target):
+        """Merge a row of any number of chunks, in batches of 32 under a running maximum; a lane holds m and l of one."""
+        o_partial, m_partial, l_partial, first_row, rows, n_splits = place
+        _, _, _, lse, stat_row = target
+        if n < n_q:
+            base, total = Float32(NEG_INF), Float32(0.0)
+            acc = [Float32(0.0)] * self.columns
+            first = first_row + n
             for batch in cutlass.range((n_splits + 31) // 32, unroll=1):
                 split0 = batch * 32
                 # Requested before the weights are known: one round trip to memory instead of two.
-                ahead = [self.load_os(o_partial, first, rows, lane, split0, n_splits, depth) for first in firsts]
-                ms = [self.load_stat(m_partial, first, rows, split0 + lane, n_splits, NEG_INF) for first in firsts]
-                ls = [self.load_stat(l_partial, first, rows, split0 + lane, n_splits, 0.0) for first in firsts]
-                for r in cutlass.range_constexpr(count):
-                    peak = ms[r]
-                    for distance in (d for d in (1, 2, 4, 8, 16) if d < batch_size):
-                        peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=distance))
-                    peak = cute.arch.fmax(peak, bases[r])
-                    zero = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
-                    alpha = ptx.exp2((bases[r] - zero) * LOG2E)
-                    weight = ptx.exp2((ms[r] - zero) * LOG2E)
-                    subtotal = weight * ls[r]
-                    for distance in (1, 2, 4, 8, 16):
-                        subtotal = subtotal + cute.arch.shuffle_sync_bfly(subtotal, offset=distance)
-                    totals[r] = totals[r] * alpha + subtotal
-                    bases[r] = peak
-                    accs[r] = self.add([x * alpha for x in accs[r]], ahead[r], weight, 0)
-                    for group in cutlass.range_constexpr(1, batch_size // depth):
-                        if split0 + group * depth < n_splits:
-                            j0 = group * depth
-                            values = self.load_os(o_partial, firsts[r], rows, lane, split0 + j0, n_splits, depth)
-                            accs[r] = self.add(accs[r], values, weight, j0)
-            for r in cutlass.range_constexpr(count):
-                n = n0 + r
-                if n < n_q:
-                    # A row that saw no key in any chunk gives 0 and -inf.
-                    total = totals[r]
-                    factor = cutlass.select_(total == 0.0, Float32(0.0), scale_o / total)
-                    token = n // group_size
-                    address = o_base + (Int64(token) * o_token + Int64(n - token * group_size) * o_head) * 2
-                    if lane < self.lanes:
-                        for v in cutlass.range_constexpr(self.columns // 4):
-                            row = [x * factor for x in accs[r][4 * v : 4 * v + 4]]
-                            pairs = [ptx.pack_f32x2("bf16", row[e], row[e + 1]) for e in (0, 2)]
-                            ptx.store_global_v2(address + (v * 128 + lane * 4) * 2, pairs)
-                    if lane == 0:
-                        log_sum = bases[r] + cute.math.log(total)
-                        store_f32(lse, stat_row + n, cutlass.select_(total == 0.0, Float32(NEG_INF), log_sum))
+                ahead = self.load_os(o_partial, first, rows, lane, split0, [n_splits], self.depth)[0]
+                m = self.load_stat(m_partial, first, rows, split0 + lane, n_splits, NEG_INF)
+                l = self.load_stat(l_partial, first, rows, split0 + lane, n_splits, 0.0)
+                peak = m
+                for distance in (1, 2, 4, 8, 16):
+                    peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=distance))
+                peak = cute.arch.fmax(peak, base)
+                zero = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
+                alpha = ptx.exp2((base - zero) * LOG2E)
+                weight = ptx.exp2((m - zero) * LOG2E)
+                subtotal = weight * l
+                for distance in (1, 2, 4, 8, 16):
+                    subtotal = subtotal + cute.arch.shuffle_sync_bfly(subtotal, offset=distance)
+                total = total * alpha + subtotal
+                base = peak
+                acc = self.add([x * alpha for x in acc], ahead, weight, 0)
+                for group in cutlass.range_constexpr(1, 32 // self.depth):
+                    if split0 + group * self.depth < n_splits:
+                        j0 = group * self.depth
+                        values = self.load_os(o_partial, first, rows, lane, split0 + j0, [n_splits], self.depth)
+                        acc = self.add(acc, values[0], weight, j0)
+            # A row that saw no key in any chunk gives 0 and -inf.
+            factor = cutlass.select_(total == 0.0, Float32(0.0), scale_o / total)
+            token = n // group_size
+            if lane < self.lanes:
+                self.store_row(lane, token, n - token * group_size, target, [x * factor for x in acc])
+            if lane == 0:
+                log_sum = cutlass.select_(total == 0.0, Float32(NEG_INF), base + cute.math.log(total))
+                store_f32(lse, stat_row + n, log_sum)
 
     @property
     def few_rows(self) -> int:
@@ -149,16 +175,19 @@ class SplitMerge:
             acc = [x + weight * y for x, y in zip(acc, row, strict=True)]
         return acc
 
-    def load_os(self, o_partial, first, rows, lane, split0, n_splits, count):
-        """This lane's columns of a row in `count` splits, zeros past the last split and in lanes without columns."""
+    def load_os(self, o_partial, first, rows, lane, split0, live, count):
+        """For rows from `first` on, each with `live` chunks: this lane's columns in `count` chunks from `split0` on.
+
+        Zeros past a row's last chunk and in lanes without columns.
+        """
         row_bytes = self.head_dim * 4
         address = o_partial.toint() + (first + Int64(split0) * rows) * row_bytes + lane * 16
-        stride = Int64(rows) * row_bytes
-        left = cutlass.select_(lane < self.lanes, n_splits - split0, Int32(0))
-        found = []
+        left = [cutlass.select_(lane < self.lanes, chunks - split0, Int32(0)) for chunks in live]
+        found = [[] for _ in live]
         for j in range(count):
-            found.append(self.load_o(address, left > j))
-            address = address + stride
+            for r, chunks in enumerate(left):
+                found[r].append(self.load_o(address + r * row_bytes, chunks > j))
+            address = address + Int64(rows) * row_bytes
         return found
 
     @cute.jit
