@@ -53,12 +53,12 @@ class SplitMerge:
         `first_row` is the first row of this head in the sequence's first partial slot; slots are `rows` rows apart.
         """
         place = (o_partial, m_partial, l_partial, first_row, rows, n_splits)
-        if n_splits <= FEW_SPLITS:
-            for row in cutlass.range(warp * self.few_rows, self.row_tile, self.warps * self.few_rows, unroll=1):
-                self.merge_few(lane, row0 + row, n_q, group_size, place, scale_o, target)
-        else:
+        if n_splits > FEW_SPLITS:
             for row in cutlass.range(warp, self.row_tile, self.warps, unroll=1):
                 self.merge_many(lane, row0 + row, n_q, group_size, place, scale_o, target)
+        else:
+            for row in cutlass.range(warp * self.few_rows, self.row_tile, self.warps * self.few_rows, unroll=1):
+                self.merge_few(lane, row0 + row, n_q, group_size, place, scale_o, target)
 
     @cute.jit
     def merge_few(self, lane, n0, n_q, group_size, place, scale_o, target):
@@ -71,7 +71,7 @@ class SplitMerge:
         if n0 < n_q:
             first = first_row + n0
             live = [cutlass.select_(n0 + r < n_q, n_splits, Int32(0)) for r in range(self.few_rows)]
-            os = self.load_os(o_partial, first, rows, lane, Int32(0), live, FEW_SPLITS)
+            ahead = self.load_os(o_partial, first, rows, lane, Int32(0), live, FEW_SPLITS)
             row, split = lane // FEW_SPLITS, lane % FEW_SPLITS
             exists = (row < self.few_rows) & (n0 + row < n_q)
             own = cutlass.select_(exists, split, n_splits)
@@ -89,7 +89,7 @@ class SplitMerge:
             token = n0 // group_size
             head = n0 - token * group_size
             for r in cutlass.range_constexpr(self.few_rows):
-                acc = self.add([Float32(0.0)] * self.columns, os[r], weight, FEW_SPLITS * r)
+                acc = self.add([Float32(0.0)] * self.columns, ahead[r], weight, FEW_SPLITS * r)
                 if (n0 + r < n_q) & (lane < self.lanes):
                     self.store_row(lane, token, head, target, acc)
                 ends = head == group_size - 1
@@ -108,7 +108,7 @@ class SplitMerge:
 
     @cute.jit
     def merge_many(self, lane, n, n_q, group_size, place, scale_o, target):
-        """Merge a row of any number of chunks, in batches of 32 under a running maximum; a lane holds m and l of one."""
+        """Merge a row of any number of chunks, in batches of 32 under a running maximum, a lane a chunk."""
         o_partial, m_partial, l_partial, first_row, rows, n_splits = place
         _, _, _, lse, stat_row = target
         if n < n_q:
