@@ -155,7 +155,10 @@ class Tcgen05Config(DecodeConfig):
         launch = self.launch_registers(arch)
         if self.row_tile < 32 and launch >= ENOUGH_REGISTERS:
             return None
-        issuing = min(launch, 48 if self.ctas_per_sm == 2 and self.converters else 72)
+        issuing = 72
+        if self.ctas_per_sm == 2 and self.converters:
+            issuing = 40 if self.row_tile == 32 and self.head_dim > 128 else 48
+        issuing = min(launch, issuing)
         converting = min(launch, 112 if self.ctas_per_sm == 1 else 64)
         softmax = launch * self.warpgroups - issuing - converting * self.converters
         return issuing, converting, min(256, softmax // 8 * 8)
