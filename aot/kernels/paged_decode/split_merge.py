@@ -6,6 +6,8 @@ Who completes the count merges all chunks. The counter wraps to 0 by itself, so 
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
@@ -183,7 +185,7 @@ class SplitMerge:
         row_bytes = self.head_dim * 4
         address = o_partial.toint() + (first + Int64(split0) * rows) * row_bytes + lane * 16
         left = [cutlass.select_(lane < self.lanes, chunks - split0, Int32(0)) for chunks in live]
-        found = [[] for _ in live]
+        found: list[list[Any]] = [[] for _ in live]
         for j in range(count):
             for r, chunks in enumerate(left):
                 found[r].append(self.load_o(address + r * row_bytes, chunks > j))
