@@ -6,6 +6,7 @@ Who completes the count merges all chunks. The counter wraps to 0 by itself, so 
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import cutlass
@@ -55,6 +56,7 @@ class SplitMerge:
         `first_row` is the first row of this head in the sequence's first partial slot; slots are `rows` rows apart.
         """
         place = (o_partial, m_partial, l_partial, first_row, rows, n_splits)
+        # Many first: in the other order, ptxas spills a value in one kernel of the proof set (sm_110a, every axis on).
         if n_splits > FEW_SPLITS:
             for row in cutlass.range(warp, self.row_tile, self.warps, unroll=1):
                 self.merge_many(lane, row0 + row, n_q, group_size, place, scale_o, target)
@@ -79,13 +81,9 @@ class SplitMerge:
             own = cutlass.select_(exists, split, n_splits)
             m = self.load_stat(m_partial, first + row, rows, own, n_splits, NEG_INF)
             l = self.load_stat(l_partial, first + row, rows, own, n_splits, 0.0)
-            peak = m
-            for distance in (1, 2):
-                peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=distance))
+            peak = self.across(FEW_SPLITS, m, cute.arch.fmax)
             weight = ptx.exp2((m - cutlass.select_(peak == NEG_INF, Float32(0.0), peak)) * LOG2E)
-            total = weight * l
-            for distance in (1, 2):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+            total = self.across(FEW_SPLITS, weight * l, operator.add)
             # A row that saw no key in any chunk gives 0 and -inf.
             weight = weight * cutlass.select_(total == 0.0, Float32(0.0), scale_o / total)
             token = n0 // group_size
@@ -97,7 +95,7 @@ class SplitMerge:
                 ends = head == group_size - 1
                 token, head = cutlass.select_(ends, token + 1, token), cutlass.select_(ends, Int32(0), head + 1)
             if exists & (split == 0):
-                log_sum = cutlass.select_(total == 0.0, Float32(NEG_INF), peak + cute.math.log(total))
+                log_sum = self.log_sum(peak, total)
                 store_f32(lse, stat_row + n0 + row, log_sum)
 
     def store_row(self, lane, token, head, target, values):
@@ -123,16 +121,11 @@ class SplitMerge:
                 ahead = self.load_os(o_partial, first, rows, lane, split0, [n_splits], self.depth)[0]
                 m = self.load_stat(m_partial, first, rows, split0 + lane, n_splits, NEG_INF)
                 l = self.load_stat(l_partial, first, rows, split0 + lane, n_splits, 0.0)
-                peak = m
-                for distance in (1, 2, 4, 8, 16):
-                    peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=distance))
-                peak = cute.arch.fmax(peak, base)
+                peak = cute.arch.fmax(self.across(32, m, cute.arch.fmax), base)
                 zero = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
                 alpha = ptx.exp2((base - zero) * LOG2E)
                 weight = ptx.exp2((m - zero) * LOG2E)
-                subtotal = weight * l
-                for distance in (1, 2, 4, 8, 16):
-                    subtotal = subtotal + cute.arch.shuffle_sync_bfly(subtotal, offset=distance)
+                subtotal = self.across(32, weight * l, operator.add)
                 total = total * alpha + subtotal
                 base = peak
                 acc = self.add([x * alpha for x in acc], ahead, weight, 0)
@@ -147,8 +140,18 @@ class SplitMerge:
             if lane < self.lanes:
                 self.store_row(lane, token, n - token * group_size, target, [x * factor for x in acc])
             if lane == 0:
-                log_sum = cutlass.select_(total == 0.0, Float32(NEG_INF), base + cute.math.log(total))
+                log_sum = self.log_sum(base, total)
                 store_f32(lse, stat_row + n, log_sum)
+
+    def across(self, lanes, value, combine):
+        """The values of so many neighbouring lanes, a power of two, combined; each of them gets it."""
+        for i in range(lanes.bit_length() - 1):
+            value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=1 << i))
+        return value
+
+    def log_sum(self, peak, total):
+        """LSE of a row by its maximum and sum; -inf where it saw no key."""
+        return cutlass.select_(total == 0.0, Float32(NEG_INF), peak + cute.math.log(total))
 
     @property
     def few_rows(self) -> int:
