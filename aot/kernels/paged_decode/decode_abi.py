@@ -95,7 +95,9 @@ def decode_record(config: DecodeConfig, arch: Arch, k_map: TensorMapSpec, v_map:
         role="decode",
         symbol=f"cubinery_paged_decode_{config.impl}_0",
         block=(config.threads, 1, 1),
-        grid=("q_tiles", "num_kv_heads", "num_work"),  # neighbours share keys in L2 and in DRAM pages
+        # Neighbours share keys in L2 and in DRAM pages, or are a cluster: row_ctas is q_tiles times its size.
+        grid=("q_tiles" if config.cluster == 1 else "row_ctas", "num_kv_heads", "num_work"),
+        cluster=(config.cluster, 1, 1),
         params=params,
         tensor_maps=(k_map, v_map),
         dynamic_smem=config.smem_bytes(arch),

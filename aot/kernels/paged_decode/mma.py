@@ -14,6 +14,7 @@ Roles
 The ring alternates stages of K and V: K0, V0, K1, V1, ... One full and one empty mbarrier each.
 
 A sequence that was cut into chunks leaves one partial result a chunk; the CTA that finishes its last one merges them.
+Where CTAs form clusters, each cluster shares a work item instead, and merges in shared memory (cluster_merge.py).
 
 Numerics. bf16 caches: bf16 MMA. fp8 caches: codes widen exactly to f16 in registers and the MMA is
 f16; Q is scaled by a power of two per row so that its largest element lies in [2^14, 2^15), which
@@ -33,10 +34,11 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_ptr
 from cutlass.experimental.cuda import tensor_map as tm
 
-from cubinery.aot.kernels.common import ptx
+from cubinery.aot.kernels.common import cluster, ptx
 from cubinery.aot.kernels.common.memory import load_f32
 from cubinery.aot.kernels.paged_decode.abi import optional_params, scale_params
 from cubinery.aot.kernels.paged_decode.block_scales import head_scales
+from cubinery.aot.kernels.paged_decode.cluster_merge import ClusterMerge
 from cubinery.aot.kernels.paged_decode.mma_compute import Consumer
 from cubinery.aot.kernels.paged_decode.mma_load import Producer
 from cubinery.aot.kernels.paged_decode.mma_mask import Mask
@@ -66,6 +68,7 @@ class PagedDecodeMma(MmaTile):
             head_dim=config.head_dim, row_tile=config.row_tile, warps=config.consumer_warps, barrier=CONSUMER_BARRIER,
             is_last=IS_LAST,
         )  # fmt: skip
+        self.cluster_merge = ClusterMerge(config, arch)
         self.mask = Mask(config, arch)
 
     @cute.jit
@@ -136,6 +139,7 @@ class PagedDecodeMma(MmaTile):
             min_blocks_per_mp=c.ctas_per_sm,
             preferred_smem_carveout=100,
             use_pdl=c.pdl,
+            cluster=(c.cluster, 1, 1),
         )  # fmt: skip
 
     # -- device side -----------------------------------------------------------------------------
@@ -199,14 +203,21 @@ class PagedDecodeMma(MmaTile):
             # Fetched while barriers are made, for every role.
             if lane < 2:
                 half = lane * 16
-                ptx.store_shared_v4(smem + ITEM + half, ptx.load_global_i32x4(work.toint() + Int64(item) * 32 + half))
+                words = ptx.load_global_i32x4(work.toint() + Int64(item) * 32 + half)
+                if cutlass.const_expr(c.cluster > 1):
+                    words = self.own_chunk(lane, *words)
+                ptx.store_shared_v4(smem + ITEM + half, words)
         if warp == 0:
             if lane < self.stages:
                 ptx.mbarrier_init(smem + FULL + lane * 8, 33 if c.scale_bytes else 1)  # scales: each lane
                 ptx.mbarrier_init(smem + EMPTY + lane * 8, c.ring_readers)
             self.init_more(smem, lane)
+            if cutlass.const_expr(c.cluster > 1):
+                self.cluster_merge.init(smem, lane)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if cutlass.const_expr(c.cluster > 1):
+            cluster.arrive()
 
         # Each role reads its work item for itself: nothing but indices lives across the split of registers.
         if warp >= c.consumer_warps:
@@ -228,8 +239,10 @@ class PagedDecodeMma(MmaTile):
             cute.arch.setmaxregister_increase(self.registers[1])
             seq, key_begin, key_end, length = ptx.load_shared_i32x4(smem + ITEM)
             if seq >= 0:  # a padding item writes nothing
-                row_block, _, _ = cute.arch.block_idx()
+                row_block, rank = self.place()
                 row0 = row_block * c.row_tile
+                if cutlass.const_expr(c.cluster > 1):
+                    self.cluster_merge.expect(smem, tidx, rank, cutlass.min(n_q - row0, c.row_tile))
                 q_base = q.toint() + (Int64(seq) * q_seq + Int64(head * group_size) * q_head) * self.q_element_bytes
                 score_scale = (
                     scale_qs
@@ -242,6 +255,8 @@ class PagedDecodeMma(MmaTile):
                 live_rows = self.mask.live_rows(tokens, n_q, group_size)
                 if cutlass.const_expr(c.sinks):
                     is_first = self.mask.first_item(length, window, key_begin)
+                    if cutlass.const_expr(c.cluster > 1):
+                        is_first = is_first & (rank == 0)
                     self.mask.stage_sinks(smem, tidx, sinks, head, group_size, row0, live_rows, is_first)
                 self.consumer.stage_q(smem, warp, lane, q_base, row0, live_rows, group_size, q_token, q_head)
                 # What only the end needs is fetched now and kept out of registers.
@@ -256,24 +271,31 @@ class PagedDecodeMma(MmaTile):
                 seq, _, _, _ = ptx.load_shared_i32x4(smem + ITEM)
                 slot, n_splits, first_slot, _ = ptx.load_shared_i32x4(smem + ITEM + 16)
                 self.epilogue.merge_slices(smem, lane, *place)
-                self.epilogue.finish_rows(smem, tidx, score_scale, softcap, live_rows - row0)
+                if cutlass.const_expr(c.cluster == 1):
+                    self.epilogue.finish_rows(smem, tidx, score_scale, softcap, live_rows - row0)
 
                 rows = num_kv_heads * n_q
                 stat_row = Int64(seq) * rows + head * n_q
                 o_base = o.toint() + (Int64(seq) * o_seq + Int64(head * group_size) * o_head) * 2
                 target = (o_base, o_token, o_head, lse, stat_row)
-                part = (o_partial, m_partial, l_partial, Int64(slot) * rows + head * n_q)
-                # The result of an unsplit sequence goes to O and LSE, that of a chunk to the partial buffers.
-                self.epilogue.store(smem, tidx, row0, n_q, group_size, scale_o, n_splits > 1, target, part)
-                if n_splits > 1:
-                    q_tiles, _, _ = cute.arch.grid_dim()
-                    counter = (Int64(first_slot) * num_kv_heads + head) * q_tiles + row_block
-                    if self.split_merge.is_last(smem, tidx, counters.toint() + counter * 4, n_splits):
-                        first_row = Int64(first_slot) * rows + head * n_q
-                        self.split_merge.merge(
-                            warp, lane, row0, n_q, group_size, n_splits, rows, o_partial, m_partial, l_partial,
-                            first_row, scale_o, target,
-                        )  # fmt: skip
+                if cutlass.const_expr(c.cluster > 1):
+                    self.cluster_merge.merge(
+                        smem, tidx, warp, lane, rank, row0, cutlass.min(n_q - row0, c.row_tile), live_rows, group_size,
+                        score_scale, softcap, scale_o, target,
+                    )  # fmt: skip
+                else:
+                    part = (o_partial, m_partial, l_partial, Int64(slot) * rows + head * n_q)
+                    # The result of an unsplit sequence goes to O and LSE, that of a chunk to the partial buffers.
+                    self.epilogue.store(smem, tidx, row0, n_q, group_size, scale_o, n_splits > 1, target, part)
+                    if n_splits > 1:
+                        q_tiles, _, _ = cute.arch.grid_dim()
+                        counter = (Int64(first_slot) * num_kv_heads + head) * q_tiles + row_block
+                        if self.split_merge.is_last(smem, tidx, counters.toint() + counter * 4, n_splits):
+                            first_row = Int64(first_slot) * rows + head * n_q
+                            self.split_merge.merge(
+                                warp, lane, row0, n_q, group_size, n_splits, rows, o_partial, m_partial, l_partial,
+                                first_row, scale_o, target,
+                            )  # fmt: skip
 
     @cute.jit
     def load(
@@ -294,6 +316,19 @@ class PagedDecodeMma(MmaTile):
                 smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
                 self.num_stages(key_begin, key_end), ring_depth, head_scales(scales, head),
             )  # fmt: skip
+
+    def place(self):
+        """This CTA's row tile, and its rank in its cluster."""
+        c = self.config
+        x, _, _ = cute.arch.block_idx()
+        return (x, Int32(0)) if c.cluster == 1 else (x // c.cluster, x % c.cluster)
+
+    def own_chunk(self, lane, seq, key_begin, key_end, length):
+        """The first half of a work item, which lane 0 holds, with the keys that are this CTA's among its cluster's."""
+        _, rank = self.place()
+        begin, end = self.cluster_merge.chunk(rank, key_begin, key_end)
+        mine = lane == 0
+        return seq, cutlass.select_(mine, begin, key_begin), cutlass.select_(mine, end, key_end), length
 
     # What an implementation with more roles adds.
 

@@ -64,25 +64,31 @@ class Epilogue(MmaTile):
         """
         c = self.config
         if tidx < c.row_tile:
-            natural = score_scale * ptx.load_shared_f32(smem + ROW_SCALE + tidx * 4)
-            natural = self.at_least_tiny(softcap if cutlass.const_expr(c.softcap) else natural)
-            peak = Float32(NEG_INF)
-            for k in cutlass.range_constexpr(c.key_warps):
-                peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, tidx)))
-            base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
-            total = Float32(0.0)
-            for k in cutlass.range_constexpr(c.key_warps):
-                m = ptx.load_shared_f32(self.stats(smem, k, tidx))
-                l = ptx.load_shared_f32(self.stats(smem, k, tidx) + 4)
-                total = total + l * ptx.exp2((m - base) * (natural * LOG2E))
-            m, total = natural * peak, total * 2.0**-self.p_log2_scale
-            if cutlass.const_expr(c.q_lens):
-                m = cutlass.select_(tidx < num_live, m, Float32(NEG_INF))
-                total = cutlass.select_(tidx < num_live, total, Float32(0.0))
+            m, total = self.row_stats(smem, tidx, score_scale, softcap, num_live)
             if cutlass.const_expr(c.sinks):
                 m, total, shrink = self.mask.add_sink(smem, tidx, m, total)
                 ptx.store_shared_f32(smem + ROW_SCALE + tidx * 4, shrink)
             ptx.store_shared_f32x2(smem + ROW_RESULT + tidx * 8, (m, total))
+
+    def row_stats(self, smem, row, score_scale, softcap, num_live):
+        """m, in units of the LSE, and l of a row over its slices, without a sink."""
+        c = self.config
+        natural = score_scale * ptx.load_shared_f32(smem + ROW_SCALE + row * 4)
+        natural = self.at_least_tiny(softcap if c.softcap else natural)
+        peak = Float32(NEG_INF)
+        for k in range(c.key_warps):
+            peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, row)))
+        base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
+        total = Float32(0.0)
+        for k in range(c.key_warps):
+            m = ptx.load_shared_f32(self.stats(smem, k, row))
+            l = ptx.load_shared_f32(self.stats(smem, k, row) + 4)
+            total = total + l * ptx.exp2((m - base) * (natural * LOG2E))
+        m, total = natural * peak, total * 2.0**-self.p_log2_scale
+        if c.q_lens:
+            m = cutlass.select_(row < num_live, m, Float32(NEG_INF))
+            total = cutlass.select_(row < num_live, total, Float32(0.0))
+        return m, total
 
     @cute.jit
     def store(self, smem, tidx, row0, n_q, group_size, scale_o, is_split, target, part):

@@ -23,6 +23,7 @@ ROW_RESULT = 768  # fp32 [row_tile][2]: a row's sink; at the end the chunk's m, 
 ROW_STATS = 1792  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice
 WIDE_FULL, WIDE_EMPTY = 2816, 2880  # mbarriers of widened tiles, where there are any
 ITEM = 2944  # int32 [8]: the work item, as `SplitPlan.device_work` has it; kept out of registers
+INBOX_FULL = 2976  # mbarrier: all has come that the CTAs of a cluster send
 CONSUMER_BARRIER = 1
 
 
@@ -57,6 +58,7 @@ class MmaTile:
         self.o_pad = config.merge_pitch
         self.q_smem = config.FIXED_SMEM
         self.ring = config.FIXED_SMEM + config.q_bytes
+        self.inbox = self.ring + self.stages * config.stage_bytes
 
     def sync_consumers(self):
         """A barrier of the computing warps."""

@@ -15,6 +15,9 @@ from cubinery.runtime.ops.paged_decode.decode_config import KV_BITS, TILE_KEYS, 
 MOST_WARPS = 8
 """Warps of an SM that compute, shared out among its CTAs: as many as its registers feed."""
 
+MOST_CLUSTER_ROWS = 32
+"""Query rows of a CTA whose cluster merges: a warp sends m and l of all of them, a lane a row."""
+
 MOST_STAGES = 12
 """Ring stages that there are barriers for."""
 
@@ -26,6 +29,7 @@ class MmaConfig(DecodeConfig):
     impl: ClassVar[str] = "mma"
 
     row_tile: int = axis("t", choices=(8, 16, 32, 64, 128), default=16, doc="packed query rows of one CTA")
+    cluster: int = axis("cl", choices=(1, 8, 16), default=1, doc="CTAs that share a work item and merge in shared memory")
 
     def check(self) -> None:
         """A window ends at each token's own key, so it takes a causal mask. Raises ConfigError."""
@@ -39,6 +43,11 @@ class MmaConfig(DecodeConfig):
                 f"row_tile {self.row_tile} of head_dim {self.head_dim} takes at least "
                 f"{self.row_warps * self.col_warps} computing warps a CTA: {MOST_WARPS} fit an SM, at ctas_per_sm "
                 f"{self.ctas_per_sm}"
+            )
+        if self.cluster > 1 and self.row_tile > MOST_CLUSTER_ROWS:
+            raise self.reject(
+                f"row_tile {self.row_tile} with cluster {self.cluster}: expected at most {MOST_CLUSTER_ROWS} rows, or "
+                "cluster 1"
             )
         stages = self.stages(arch)
         if stages < 3:
@@ -169,12 +178,27 @@ class MmaConfig(DecodeConfig):
         """Bytes of the ring that hold every warp's O once the last stage has been read."""
         return 4 * self.merge_pitch * self.row_tile * self.key_warps
 
+    SHARE_COLUMNS: ClassVar[int] = 32
+    """Columns of a row that a CTA of a cluster merges at once."""
+    SHARE_PITCH: ClassVar[int] = 144
+    """Bytes from one part of a share (its columns, m and l in fp32) to the next, in 16-byte units."""
+
+    @property
+    def share_slots(self) -> int:
+        """Shares that one CTA of a cluster merges, at most."""
+        return -(-self.row_tile * self.head_dim // (self.SHARE_COLUMNS * self.cluster))
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Shared memory for what the CTAs of a cluster send each other."""
+        return 0 if self.cluster == 1 else self.cluster * self.share_slots * self.SHARE_PITCH
+
     FIXED_SMEM: ClassVar[int] = 3072
     """Barriers, row scales and results, then row statistics; a multiple of the swizzle's 1024 bytes."""
 
     def stages(self, arch: Arch) -> int:
         """Ring stages that fit beside the other buffers, at most MOST_STAGES."""
-        room = arch.smem_budget(self.ctas_per_sm) - self.FIXED_SMEM - self.q_bytes
+        room = arch.smem_budget(self.ctas_per_sm) - self.FIXED_SMEM - self.q_bytes - self.inbox_bytes
         return min(MOST_STAGES, room // self.stage_bytes)
 
     def ring_depth(self, arch: Arch, ctas: int) -> int:
@@ -187,4 +211,4 @@ class MmaConfig(DecodeConfig):
 
     def smem_bytes(self, arch: Arch) -> int:
         """Dynamic shared memory that a launch passes."""
-        return self.FIXED_SMEM + self.q_bytes + self.stages(arch) * self.stage_bytes
+        return self.FIXED_SMEM + self.q_bytes + self.stages(arch) * self.stage_bytes + self.inbox_bytes

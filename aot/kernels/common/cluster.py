@@ -1,0 +1,53 @@
+"""Clusters of CTAs: their barrier, and stores into each other's shared memory. From sm_90 on.
+
+An address of this CTA's shared memory names the same place in another's once `in_cta` has mapped it.
+"""
+
+from __future__ import annotations
+
+from cutlass import Int32
+
+from cubinery.aot.kernels.common.ptx import Fragment, inline
+
+
+def arrive() -> None:
+    """All lanes of a warp arrive at the cluster's barrier, and release what they wrote."""
+    inline("barrier.cluster.arrive.release.aligned;")
+
+
+def wait() -> None:
+    """Wait until every thread of the cluster has arrived or exited, and acquire what they released."""
+    inline("barrier.cluster.wait.acquire.aligned;")
+
+
+def in_cta(address: Int32, rank: Int32) -> Int32:
+    """Where `address` lies in the shared memory of the CTA with this rank in the cluster."""
+    return inline(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
+    )
+
+
+def send_f32x2(address: Int32, values: Fragment, barrier: Int32) -> None:
+    """8 bytes to a CTA of the cluster, credited to a barrier of that CTA when they have landed."""
+    inline(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
+        read_only_args=[address, *values, barrier],
+    )
+
+
+def send_f32x4(address: Int32, values: Fragment, barrier: Int32) -> None:
+    """16 bytes to a CTA of the cluster, credited to a barrier of that CTA when they have landed."""
+    inline(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        read_only_args=[address, *values, barrier],
+    )
+
+
+def mbarrier_wait(barrier: Int32, parity: Int32) -> None:
+    """Block until the phase of this parity has completed, and acquire what the cluster's CTAs sent."""
+    inline(
+        "{ .reg .pred done; "
+        "WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1}; "
+        "@!done bra WAIT; }",
+        read_only_args=[barrier, parity],
+    )

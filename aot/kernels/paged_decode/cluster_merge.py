@@ -1,0 +1,151 @@
+"""Merging what the CTAs of a cluster computed of one sequence, in their shared memory.
+
+The results of a CTA's rows are cut into shares: 32 columns of a row, with the row's m and l. Share s belongs to the CTA
+of rank s modulo the cluster, which gets it from every CTA, itself included, by asynchronous stores that are credited to
+its barrier; it then writes that part of O. One trip between SMs instead of the three through L2 that partial results,
+their counter and the last CTA's loads take, no workspace, and no CTA that merges while the others have gone.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from cubinery.aot.kernels.common import cluster, ptx
+from cubinery.aot.kernels.common.memory import store_f32
+from cubinery.aot.kernels.paged_decode.mma_store import Epilogue
+from cubinery.aot.kernels.paged_decode.mma_tile import INBOX_FULL, LOG2E, NEG_INF, OUT_SCALE, ROW_RESULT
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, MmaConfig
+
+LANES = MmaConfig.SHARE_COLUMNS // 4
+"""Lanes of a warp that take the columns of a share, four each; every such group takes the parts of other CTAs."""
+
+GROUPS = 32 // LANES
+STATS = MmaConfig.SHARE_COLUMNS * 4
+"""Where m and l lie in a part of a share, in bytes."""
+
+
+class ClusterMerge(Epilogue):
+    """What the threads of a CTA do for its cluster. `live`: the tile's rows that exist."""
+
+    @cute.jit
+    def init(self, smem, lane):
+        """The barrier of what will come, made with the others."""
+        if lane == 0:
+            ptx.mbarrier_init(smem + INBOX_FULL, 1)
+
+    def chunk(self, rank, key_begin, key_end):
+        """This CTA's run of a work item's tiles; runs differ by one tile at most, and may be empty."""
+        size = self.config.cluster
+        tiles = (key_end - key_begin + (TILE_KEYS - 1)) // TILE_KEYS
+        each = tiles // size
+        longer = tiles - each * size  # so many CTAs take a tile more
+        begin = key_begin + (rank * each + cutlass.min(rank, longer)) * TILE_KEYS
+        tiles = each + cutlass.select_(rank < longer, Int32(1), Int32(0))
+        return begin, cutlass.max(begin, cutlass.min(key_end, begin + tiles * TILE_KEYS))
+
+    @cute.jit
+    def expect(self, smem, tidx, rank, live):
+        """Say how much will come."""
+        if tidx == 0:
+            nbytes = self.own_shares(rank, live) * (self.config.cluster * (STATS + 8))
+            ptx.mbarrier_arrive_expect_tx(smem + INBOX_FULL, nbytes)
+
+    @cute.jit
+    def merge(
+        self, smem, tidx, warp, lane, rank, row0, live, live_rows, group_size, score_scale, softcap, scale_o, target
+    ):  # fmt: skip
+        """Send this CTA's results, then merge and write the shares that are its own.
+
+        Call where the key slices lie side by side but for a barrier (`Epilogue.merge_slices`).
+        """
+        c = self.config
+        if cutlass.const_expr(c.sinks):
+            self.finish_rows(smem, tidx, score_scale, softcap, live_rows - row0)
+        self.sync_consumers()
+        cluster.wait()  # every CTA has made its barrier: since long ago, but for a late one
+        out_scale = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0 ** (self.format.v_log2 - self.p_log2_scale)
+        vectors = c.head_dim // 4
+        for index in cutlass.range(tidx, live * vectors, self.consumer_threads, unroll=1):
+            values = self.row_part(smem, index // vectors, index % vectors, out_scale)
+            address, barrier = self.destination(smem, rank, index // LANES)
+            cluster.send_f32x4(address + index % LANES * 16, values, barrier)
+        # Last, by the last warp: O need not wait for a row's sum.
+        row = tidx - (self.consumer_threads - 32)
+        if (row >= 0) & (row < live):
+            self.send_stats(smem, rank, row, score_scale, softcap, live_rows - row0)
+        for slot in cutlass.range(warp, self.own_shares(rank, live), c.consumer_warps, unroll=1):
+            cluster.mbarrier_wait(smem + INBOX_FULL, Int32(0))
+            parts = smem + self.inbox + slot * c.SHARE_PITCH
+            self.merge_share(parts, slot * c.cluster + rank, lane, row0, group_size, scale_o, target)
+
+    @cute.jit
+    def send_stats(self, smem, rank, row, score_scale, softcap, num_live):
+        """m, in units of the LSE, and l of a row, with each of its shares."""
+        if cutlass.const_expr(self.config.sinks):
+            stats = ptx.load_shared_f32x2(smem + ROW_RESULT + row * 8)
+        else:
+            stats = self.row_stats(smem, row, score_scale, softcap, num_live)
+        for piece in cutlass.range_constexpr(self.row_shares):
+            address, barrier = self.destination(smem, rank, row * self.row_shares + piece)
+            cluster.send_f32x2(address + STATS, stats, barrier)
+
+    @cute.jit
+    def merge_share(self, parts, share, lane, row0, group_size, scale_o, target):
+        """Merge a share that has come from all CTAs. `parts`: that of rank 0."""
+        o_base, o_token, o_head, lse, stat_row = target
+        stats, values = self.load_parts(parts, lane)
+        peak = self.across(reduce(cute.arch.fmax, [m for m, _ in stats]), cute.arch.fmax)
+        base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
+        weights = [ptx.exp2((m - base) * LOG2E) for m, _ in stats]
+        total = self.across(self.dot(weights, [l for _, l in stats]), operator.add)
+        # A row that saw no key in any chunk gives 0 and -inf.
+        factor = cutlass.select_(total == 0.0, Float32(0.0), scale_o / total)
+        row = [factor * self.across(self.dot(weights, column), operator.add) for column in zip(*values, strict=True)]
+        n = row0 + share // self.row_shares
+        piece = share % self.row_shares
+        token = n // group_size
+        if lane < LANES:
+            address = o_base + (Int64(token) * o_token + Int64(n - token * group_size) * o_head) * 2
+            pairs = [ptx.pack_f32x2("bf16", row[e], row[e + 1]) for e in (0, 2)]
+            ptx.store_global_v2(address + piece * (self.config.SHARE_COLUMNS * 2) + lane * 8, pairs)
+        if (lane == 0) & (piece == 0):
+            store_f32(lse, stat_row + n, cutlass.select_(total == 0.0, Float32(NEG_INF), peak + cute.math.log(total)))
+
+    def load_parts(self, parts, lane):
+        """(m, l) and four columns of every GROUPS-th CTA's part, from this lane's group on."""
+        c = self.config
+        pitch = c.share_slots * c.SHARE_PITCH  # from one CTA's parts to the next one's
+        first = parts + lane // LANES * pitch
+        places = [first + i * GROUPS * pitch for i in range(c.cluster // GROUPS)]
+        stats = [ptx.load_shared_f32x2(place + STATS) for place in places]
+        return stats, [ptx.load_shared_f32x4(place + lane % LANES * 16) for place in places]
+
+    def destination(self, smem, rank, share):
+        """Where this CTA's part of a share goes, and the barrier there."""
+        c = self.config
+        owner = share % c.cluster
+        own = smem + self.inbox + (rank * c.share_slots + share // c.cluster) * c.SHARE_PITCH
+        return cluster.in_cta(own, owner), cluster.in_cta(smem + INBOX_FULL, owner)
+
+    def own_shares(self, rank, live):
+        """How many shares a CTA merges."""
+        return (live * self.row_shares - rank + (self.config.cluster - 1)) // self.config.cluster
+
+    @property
+    def row_shares(self) -> int:
+        """Shares of a row."""
+        return self.config.head_dim // self.config.SHARE_COLUMNS
+
+    def across(self, value, combine):
+        """A value of the same lane of each group, combined; each of them gets it."""
+        for i in range(GROUPS.bit_length() - 1):
+            value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=LANES << i))
+        return value
+
+    def dot(self, weights, values):
+        """Sum of products."""
+        return reduce(operator.add, [w * x for w, x in zip(weights, values, strict=True)])
