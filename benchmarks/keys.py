@@ -50,10 +50,9 @@ def keys(arch_name: str, problems: Sequence[Wanted]) -> tuple[list[dict[str, Any
         except ConfigError as error:
             unserved.append(f"{shape.title}, {kv_format}: {error}")
             continue
-        for config in (found.config, found.alone):
-            if config is not None:
-                key = config.key(arch.name)
-                entries[key] = {"key": key}
+        for config in found.kernels:
+            key = config.key(arch.name)
+            entries[key] = {"key": key}
     return list(entries.values()), unserved
 
 

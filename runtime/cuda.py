@@ -7,6 +7,7 @@ one load a device: on a machine of mixed GPUs a cubin never meets a chip that it
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ _PARAM_ALIGN = 64  # of a tensor map, the strictest parameter
 _SPECIAL_STREAMS = 2
 """Handles up to this (default, legacy, per-thread) name a stream of whichever context is current."""
 _PORTABLE_CLUSTER = 8
+_NO_SUCH_CLUSTER = (
+    cu.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE,
+    cu.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,
+)
 _TENSOR_MAP_SINCE = 12000
 
 _HINTS = {
@@ -210,6 +215,15 @@ class CudaDriver:
         if x * y * z > _PORTABLE_CLUSTER:
             self._set(kernel, cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
         return CudaPreparedLaunch(kernel, config, param_layout, several_devices=self._count > 1)
+
+    def max_clusters(self, kernel: _Kernel, config: LaunchConfig) -> int:
+        built = _launch_config(dataclasses.replace(config, grid=config.cluster))
+        with self._on(kernel.device):
+            found = cu.cuOccupancyMaxActiveClusters(kernel.function, built)
+            if found[0] in _NO_SUCH_CLUSTER:
+                return 0
+            what = f"asking how many clusters of {kernel.symbol} device {kernel.device} holds"
+            return int(_unwrap(found, what))
 
     def encode_tensor_map(
         self, spec: TensorMapSpec, address: int, extents: Sequence[int], strides: Sequence[int]

@@ -94,6 +94,9 @@ class Driver(Protocol):
         The first call for a kernel also sets its shared memory carveout, so make it before a capture.
         """
 
+    def max_clusters(self, kernel: Any, config: LaunchConfig) -> int:
+        """Clusters of a launch that the device holds at once, as far as it is empty; 0: it cannot hold such a one."""
+
     def encode_tensor_map(
         self, spec: TensorMapSpec, address: int, extents: Sequence[int], strides: Sequence[int]
     ) -> bytes:

@@ -23,7 +23,18 @@ class Kernel:
     `record` is its launch as the manifest states it, `names` the launch values that it needs.
     """
 
-    __slots__ = ("_arguments", "_config", "_driver", "_generation", "_handle", "_own", "device", "key", "record")
+    __slots__ = (
+        "_arguments",
+        "_clusters",
+        "_config",
+        "_driver",
+        "_generation",
+        "_handle",
+        "_own",
+        "device",
+        "key",
+        "record",
+    )
 
     def __init__(
         self, key: str, device: int, record: KernelRecord, driver: Driver, handle: Any, maps: TensorMapCache
@@ -33,6 +44,7 @@ class Kernel:
         self._arguments = ArgumentPlan(record, maps)
         self._generation = process.generation
         self._own = threading.local()
+        self._clusters = -1
         self._config = LaunchConfig(
             grid=(1, 1, 1),
             block=record.block,
@@ -50,6 +62,14 @@ class Kernel:
     def names(self) -> tuple[str, ...]:
         """The launch values that `bind` and `launch` need."""
         return tuple(self._arguments.names)
+
+    @property
+    def max_clusters(self) -> int:
+        """Clusters of this kernel that its device holds at once, as far as it is empty; asked of the driver once."""
+        if self._clusters < 0:
+            process.check(self._generation, repr(self))
+            self._clusters = self._driver.max_clusters(self._handle, self._config)
+        return self._clusters
 
     def bind(self, values: Mapping[str, Value]) -> BoundLaunch:
         """Check and pack `values`: addresses, scalars, grid sizes, extents (elements) and strides (bytes).

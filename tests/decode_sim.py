@@ -38,7 +38,10 @@ class Simulated:
     ) -> tuple[Any, Any]:  # fmt: skip
         """Run a problem on the kernel of `config`, hold it to the reference, return (o, lse) as torch tensors."""
         causal = config.causal if causal is None else causal
-        choices = {"impl": config.impl, **{x: getattr(config, x) for x in ("row_tile", "ctas_per_sm", "pdl")}}
+        choices = {
+            "impl": config.impl,
+            **{x: getattr(config, x) for x in ("row_tile", "ctas_per_sm", "cluster", "pdl")},
+        }
         with watching(self.driver):
             given = {name: x for name, x in (("sinks", sinks), ("q_lens", q_lens)) if x is not None} | p.scales
             self.driver.register_tensors(q=p.q, k=p.k, v=p.v, block_table=p.table, **given)

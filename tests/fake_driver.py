@@ -159,6 +159,8 @@ class FakeDriver:
 
     archs: Sequence[str] = ("sm_90a",)
     driver_version: int = 13000
+    clusters: int = 14
+    """That a device holds at once, of any kernel."""
     load_seconds: float = 0.0
     """Time that loading a module takes, to widen races."""
     on_launch: Callable[[Launch], None] | None = None
@@ -221,6 +223,9 @@ class FakeDriver:
         assert list(param_layout) == list(self.kernel_params(kernel)), "layout differs from the loaded kernel"
         kernel.carveout = config.carveout
         return FakePrepared(kernel, config, max((at + size for at, size in param_layout), default=0))
+
+    def max_clusters(self, kernel: FakeKernel, config: LaunchConfig) -> int:
+        return self.clusters
 
     # -- tensor maps and parameters ------------------------------------------------------------
 

@@ -99,7 +99,8 @@ class HostKernels:
 
     def decode(self, launch: Launch) -> None:
         """Every work item of every KV head; who completes a count merges."""
-        v, (q_tiles, heads, num_work) = launch.values, launch.grid
+        v, (row_ctas, heads, num_work) = launch.values, launch.grid
+        q_tiles = row_ctas // launch.config.cluster[0]
         d = v["k_map"].extents[0]
         assert heads == v["num_kv_heads"] == v["k_map"].extents[2]
         assert q_tiles == -(-v["n_q"] // self.row_tile)
@@ -110,6 +111,7 @@ class HostKernels:
                 assert item == [-1] * 8
                 continue
             n_splits, first_slot = item[5:7]
+            assert n_splits == 1 or q_tiles == row_ctas, "a cluster shares a whole sequence"
             for head in range(heads):
                 self.chunk(v, item, head, d)
                 first_counter = v["counters"] + 4 * (first_slot * heads + head) * q_tiles

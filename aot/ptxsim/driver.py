@@ -27,7 +27,7 @@ from cubinery.aot.ptxsim.shares import cut
 from cubinery.aot.ptxsim.tensormap import TensorMap
 from cubinery.aot.ptxsim.translate import Code, Translation, code
 from cubinery.aot.ptxsim.waits import Tracer
-from cubinery.runtime.arch import resolve
+from cubinery.runtime.arch import SMEM_RESERVED_PER_CTA, resolve
 from cubinery.runtime.bundle import Bundle, open_all
 from cubinery.runtime.driver import DeviceInfo, DevicePointer, LaunchConfig
 from cubinery.runtime.errors import DriverError
@@ -155,6 +155,11 @@ class SimDriver:
 
     def prepare(self, kernel: SimKernel, config: LaunchConfig, param_layout: Sequence[tuple[int, int]]) -> SimPrepared:
         return SimPrepared(self, kernel, config, tuple(param_layout))
+
+    def max_clusters(self, kernel: SimKernel, config: LaunchConfig) -> int:
+        """By SMs and the shared memory of a CTA; which SMs are neighbours is not known here."""
+        ctas = self._chip.sms * max(1, self._chip.smem_per_sm // max(1, config.dynamic_smem + SMEM_RESERVED_PER_CTA))
+        return ctas // math.prod(config.cluster)
 
     def encode_tensor_map(
         self, spec: TensorMapSpec, address: int, extents: Sequence[int], strides: Sequence[int]

@@ -106,7 +106,7 @@ class Space:
 
 MMA = Space(
     "paged_decode.yaml", MmaConfig, "sm_90a", choices(MmaConfig),
-    ("head_dim", "kv_format", "q_dtype", "row_tile", "ctas_per_sm"),
+    ("head_dim", "kv_format", "q_dtype", "row_tile", "ctas_per_sm", "cluster"),
 )  # fmt: skip
 WGMMA = Space(
     "paged_decode.yaml", WgmmaConfig, "sm_90a",

@@ -27,7 +27,8 @@ def make_decode(tmp_path: Path) -> Callable[..., tuple[PagedDecode, FakeDriver]]
         group_sizes: tuple[int, ...] = (4,), archs: tuple[str, ...] = ("sm_90a",), **options: Any
     ) -> tuple[PagedDecode, FakeDriver]:
         driver = FakeDriver(archs)
-        problem = {"head_dim": 128, "page_size": 16, "kv_format": "fp8"} | options
+        # Most tests are about splits; those of clusters say cluster=None.
+        problem = {"head_dim": 128, "page_size": 16, "kv_format": "fp8", "cluster": 1} | options
         domain = {name: [value] for name, value in problem.items() if name in DOMAIN_AXES}
         # A kernel has a window or a cap, a launch says which.
         domain |= {name: [problem[name] is not None] for name in ("window", "softcap") if name in problem}

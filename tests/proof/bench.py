@@ -73,6 +73,11 @@ class Bench:
         return not any(map(self.has, ("window", "sinks", "softcap", "q_lens")))
 
     @property
+    def splits(self) -> bool:
+        """Plans cut sequences, as they are told; otherwise a cluster shares each, whatever a trial asks for."""
+        return bool(self.config.cluster == 1)
+
+    @property
     def converts_nvfp4(self) -> bool:
         """The tensor cores get e4m3(code * scale / 8)."""
         return bool(self.config.impl == "tcgen05" and self.config.kv_format == "nvfp4")
@@ -112,8 +117,10 @@ class Bench:
                 page_size=case.page_size, kv_format=case.kv_format,
                 q_len=case.q_len, causal=case.causal, q_dtype=case.q_dtype, window=case.window, softcap=case.softcap,
                 sinks=case.with_sinks, q_lens=case.with_q_lens, ctas_per_sm=self.config.ctas_per_sm,
-                pdl=self.config.pdl, **knobs(self.config),
+                cluster=self.config.cluster, pdl=self.config.pdl, **knobs(self.config),
             )  # fmt: skip
+        if not self.splits:
+            options = {name: x for name, x in options.items() if name not in ("force_splits", "max_splits")}
         plan = call.plan(case.lengths, **case.heads, **options)
         assert plan.keys == (self.key,), f"the plan launches {plan.keys}"
         return plan

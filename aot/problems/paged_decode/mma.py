@@ -31,16 +31,17 @@ def check(subject: Subject) -> Finding:
 
 
 def lengths(config: MmaConfig, arch: str) -> tuple[int, ...]:
-    """Keys of each sequence: enough for every chunk to go around the ring of stages, none, and less than a tile."""
+    """Keys of each sequence: enough for every chunk, or CTA of a cluster, to go around its ring; none; half a tile."""
     stages = config.stages(resolve(arch)) // 2 + 2  # the ring holds K and V
     tiles = -(-stages * config.stage_keys // TILE_KEYS)
-    return SPLITS * tiles * TILE_KEYS + 44, 0, 77
+    return max(SPLITS, config.cluster) * tiles * TILE_KEYS + 44, 0, 77
 
 
 def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) -> tolerances.Deviation:
     """How far a decode is from the reference. Raises Fault.
 
-    `keys` are the sequences' lengths (for `mma`, those of `lengths` if there are none), `splits` the chunks of each.
+    `keys` are the sequences' lengths (for `mma`, those of `lengths` if there are none), `splits` the chunks of each
+    (a cluster shares it whole).
     """
     from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
@@ -54,12 +55,15 @@ def decode(subject: Subject, *, keys: Sequence[int] = (), splits: int = SPLITS) 
     op = PagedDecode(
         subject.library, head_dim=config.head_dim, page_size=config.page_size, kv_format=config.kv_format,
         q_len=config.q_len, causal=config.causal, q_dtype=config.q_dtype, impl=config.impl,
-        row_tile=config.row_tile, ctas_per_sm=config.ctas_per_sm, pdl=config.pdl, sinks=config.sinks,
-        q_lens=config.q_lens, **launch_values(config), **knobs(config),
+        row_tile=config.row_tile, ctas_per_sm=config.ctas_per_sm, cluster=config.cluster, pdl=config.pdl,
+        sinks=config.sinks, q_lens=config.q_lens, **launch_values(config), **knobs(config),
     )  # fmt: skip
     if op.keys(group)[0] != subject.key:
         raise CubineryError(f"{subject.key}: the public call picks {op.keys(group)[0]} for its configuration")
-    plan = op.plan(list(keys), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS, force_splits=splits)
+    plan = op.plan(
+        list(keys), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS,
+        force_splits=splits if config.cluster == 1 else 0,
+    )  # fmt: skip
     if config.pdl:  # once more: the second decode may start before the first has ended
         plan.run(**problem)
     o, lse = plan.run(**problem)

@@ -29,7 +29,6 @@ class MmaConfig(DecodeConfig):
     impl: ClassVar[str] = "mma"
 
     row_tile: int = axis("t", choices=(8, 16, 32, 64, 128), default=16, doc="packed query rows of one CTA")
-    cluster: int = axis("cl", choices=(1, 8, 16), default=1, doc="CTAs that share a work item and merge in shared memory")
 
     def check(self) -> None:
         """A window ends at each token's own key, so it takes a causal mask. Raises ConfigError."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from cubinery.runtime.arch import resolve, served_by
@@ -18,11 +19,11 @@ from cubinery.runtime.errors import PlanError
 from cubinery.runtime.kernel import Kernel
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode import tensors
-from cubinery.runtime.ops.paged_decode.config import DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, SplitPlan, host_lengths
-from cubinery.runtime.ops.paged_decode.select import ALONE_TILES, Problem, Selection, choose
+from cubinery.runtime.ops.paged_decode.select import ALONE_TILES, CLUSTER_TILES, CLUSTERS, Problem, Selection, choose
 from cubinery.runtime.ops.paged_decode.streams import device_index, raw_stream
 from cubinery.runtime.ops.paged_decode.table import SelectorTable, loads
 from cubinery.runtime.ops.paged_decode.windows import Window, plan_visible
@@ -54,6 +55,7 @@ class PagedDecode:
         impl: str | None = None,
         row_tile: int | None = None,
         ctas_per_sm: int | None = None,
+        cluster: int | None = None,
         pdl: bool = False,
         convert_warpgroups: int | str | None = None,
         max_kv_stages: int | None = None,
@@ -64,6 +66,7 @@ class PagedDecode:
     ) -> None:
         """`q_len` new tokens a sequence; `impl`, `row_tile` and `ctas_per_sm` override the selector, as do the
         axes of `tcgen05` alone: `convert_warpgroups`, `max_kv_stages`, `l2_prefetch` (tiles) and `kv_evict_first`.
+        `cluster`: 1 never uses clusters, 8 or 16 always uses clusters of so many CTAs; None leaves it to each plan.
         `table`: what the selector consults instead of the bundle's table.
 
         `window`: how many keys a token sees, its own included (None: all); causal alone.
@@ -86,7 +89,8 @@ class PagedDecode:
         self.window, self.softcap = tensors.window(window), tensors.softcap(softcap)
         self.sinks, self.q_lens = sinks, q_lens
         self._choices: dict[str, Any] = {
-            "impl": impl, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm, "pdl": pdl,
+            "impl": impl, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm, "cluster": cluster,
+            "pdl": pdl,
             "convert_warpgroups": convert_warpgroups, "max_kv_stages": max_kv_stages, "l2_prefetch": l2_prefetch,
             "kv_evict_first": kv_evict_first,
         }  # fmt: skip
@@ -94,7 +98,7 @@ class PagedDecode:
         self.table = table if found is None else loads(*found)
         """What the selector consults before its rules; None where the bundle has no table."""
         self._selections: dict[int, Selection] = {}
-        self._alones: dict[int, DecodeConfig | None] = {}
+        self._holds: dict[DecodeConfig, bool] = {}
         self._kernels: dict[DecodeConfig, Kernel] = {}
         self.config(1)
 
@@ -119,17 +123,15 @@ class PagedDecode:
 
     def keys(self, group_size: int) -> tuple[str, ...]:
         """Keys of all kernels that plans of this GQA ratio may launch, for `Library.preload`."""
-        config, alone = self.config(group_size), self._alone(group_size)
-        own = (config,) if alone is None else (config, alone)
-        return tuple(self.library.key_for(c, self.device) for c in (*own, *config.requires()))
+        first, *others = self.selection(group_size).kernels
+        own = (first, *(c for c in others if self._held(c)), *first.requires())
+        return tuple(self.library.key_for(c, self.device) for c in own)
 
-    def _alone(self, group_size: int) -> DecodeConfig | None:
-        """The selection's kernel for plans of few CTAs; None where there is none, or not in these bundles."""
-        if group_size not in self._alones:
-            alone = self.selection(group_size).alone
-            held = alone is not None and self.library.key_for(alone, self.device) in self.library
-            self._alones[group_size] = alone if held else None
-        return self._alones[group_size]
+    def _held(self, config: DecodeConfig) -> bool:
+        """Whether these bundles have a kernel; asked of those that a plan can do without."""
+        if config not in self._holds:
+            self._holds[config] = self.library.key_for(config, self.device) in self.library
+        return self._holds[config]
 
     def preload(self, group_size: int) -> None:
         """Load the kernels of a GQA ratio now. Raises KernelNotFoundError where the library lacks one."""
@@ -154,8 +156,9 @@ class PagedDecode:
         `policy` is the selector's by default, by its rules `thor` on Thor and `balanced` elsewhere; the options are
         those of `planner.plan_splits`. `pad_to` fixes the length of the work list, and `capturable` picks a length
         that suits the batch: such a plan launches the same grid whatever its lengths, so a captured graph
-        stays valid across `Plan.update`. A batch that gives an SM one CTA at most may get a kernel of its own
-        (`Selection.alone`), which the plan's updates keep. The plan's arrays travel to the device in order on `stream`
+        stays valid across `Plan.update`. Few sequences may get a kernel of their own, which the plan's updates keep:
+        `Selection.clustered` where each can have a cluster for every KV head at once and none is long (it splits none),
+        `Selection.alone` where an SM gets one CTA at most. The plan's arrays travel to the device in order on `stream`
         (the current one by default), without waiting.
 
         Raises PlanError, ConfigError, KernelNotFoundError; CaptureError during a graph capture.
@@ -178,10 +181,17 @@ class PagedDecode:
             "lone_tile_cost": selection.lone_tile_cost,
         }  # fmt: skip
         raw = raw_stream(self.torch_device, stream)
+        if config.cluster > 1:
+            self._check_clusters(config, options, raw)
+        elif self._suits_clusters(selection, lengths, options, raw):
+            config = selection.clustered or config
+        if config.cluster > 1:
+            own = options | {"max_splits": 1, "force_splits": 0, "pad_to": pad_to or capturable * len(lengths)}
+            return Plan(self, config, lengths, num_q_heads, num_kv_heads, own, raw)
         window = Window(self.window or 0, self.q_len)
         splits: SplitPlan | None = None
-        alone = self._alone(num_q_heads // num_kv_heads) if len(lengths) * ctas <= self.info.sm_count else None
-        if alone is not None:
+        alone = selection.alone
+        if alone is not None and len(lengths) * ctas <= self.info.sm_count and self._held(alone):
             own = options | {"ctas_per_sm": 1}
             if capturable and not pad_to:
                 # Padding must not wait for an SM either.
@@ -196,6 +206,31 @@ class PagedDecode:
             spare = 0 if max_splits == 1 else slots
             options["pad_to"] = max(len(lengths), min(len(lengths) + spare, MAX_WORK))
         return Plan(self, config, lengths, num_q_heads, num_kv_heads, options, raw, splits)
+
+    def _suits_clusters(self, selection: Selection, lengths: np.ndarray, options: dict[str, Any], raw: int) -> bool:
+        """Whether the selection's kernel of clusters is there, the batch small enough, and nobody asks for splits."""
+        config = selection.clustered
+        if config is None or options["max_splits"] is not None or options["force_splits"]:
+            return False
+        clusters = len(lengths) * options["num_kv_heads"] * options["q_tiles"]
+        small = clusters <= CLUSTERS[config.ctas_per_sm] and int(lengths.max(initial=0)) <= CLUSTER_TILES * TILE_KEYS
+        if not small or options["pad_to"] > len(lengths) or not self._held(config):
+            return False
+        return bool(self.kernel(config, stream=raw).max_clusters >= clusters)
+
+    def _check_clusters(self, config: DecodeConfig, options: dict[str, Any], raw: int) -> None:
+        """A kernel of clusters that was asked for can do what else was. Raises PlanError."""
+        for name, most in (("max_splits", 1), ("force_splits", 1)):
+            if (options[name] or 0) > most:
+                raise PlanError(
+                    f"{name} = {options[name]!r} with cluster = {config.cluster}: expected none, since a cluster "
+                    "shares a whole sequence; leave it out, or ask for cluster = 1"
+                )
+        if not self.kernel(config, stream=raw).max_clusters:
+            raise PlanError(
+                f"cluster = {config.cluster} on {self.info.name}: no part of it holds so many CTAs at once; ask for a "
+                "smaller cluster, or for cluster = 1"
+            )
 
     # -- for Plan ------------------------------------------------------------------------------
 

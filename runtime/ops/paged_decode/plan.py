@@ -78,13 +78,14 @@ class Plan:
         self._lse_like: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
         work = self._upload.tensor.data_ptr()
+        row_ctas = options["q_tiles"] * config.cluster
         self._one = work + 32 * self.num_work + 4 * self.num_seqs
         self._constants: tensors.Values = {
             "work": work,
             "num_work": self.num_work,
-            "ring_depth": config.ring_depth(decode.arch, self.splits.num_items * num_kv_heads * options["q_tiles"]),
+            "ring_depth": config.ring_depth(decode.arch, self.splits.num_items * num_kv_heads * row_ctas),
             "num_kv_heads": num_kv_heads,
-            "q_tiles": options["q_tiles"],
+            "q_tiles" if config.cluster == 1 else "row_ctas": row_ctas,
             "n_q": self.shape.n_q,
             "group_size": group,
         }

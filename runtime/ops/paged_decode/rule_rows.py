@@ -44,8 +44,8 @@ def rows_of_rules(arch: Arch) -> tuple[Row, ...]:
 
 
 def option(config: DecodeConfig, policy: str) -> Option:
-    """A configuration as a row lists it: what the problem does not give, and how the planner takes it."""
-    given = {f.name for f in fields(Problem)} | {"pdl"}
+    """A configuration as a row lists it: what neither problem nor plan gives, and how the planner takes it."""
+    given = {f.name for f in fields(Problem)} | {"pdl", "cluster"}
     axes = {name: value for name, value in config.axes().items() if name not in given}
     return Option(config.impl, axes, policy, config.lone_tile_cost)
 

@@ -81,6 +81,16 @@ CTA's would.
 """
 
 
+CLUSTER = 16
+"""CTAs of a cluster in `Selection.clustered`: the most that a GPC of an H200 holds once."""
+
+CLUSTERS = {1: 4, 2: 8}
+"""By CTAs an SM: clusters of a grid up to which `Selection.clustered` is faster: measured on an H200."""
+
+CLUSTER_TILES = 128
+"""Tiles of the longest sequence up to which `Selection.clustered` is faster: measured on an H200."""
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What serves a problem, and how its sequences are split."""
@@ -94,6 +104,13 @@ class Selection:
     """The row of the table that decided; None where the rules did."""
     alone: DecodeConfig | None = None
     """What serves plans better that give an SM one CTA at most, with chunks within ALONE_TILES; None: `config` does."""
+    clustered: DecodeConfig | None = None
+    """What serves small steps better, by a cluster of CTAs for each sequence and KV head; None: the others do."""
+
+    @property
+    def kernels(self) -> tuple[DecodeConfig, ...]:
+        """Everything that a plan may launch."""
+        return tuple(config for config in (self.config, self.alone, self.clustered) if config is not None)
 
 
 def choose(problem: Problem, arch: Arch, *, table: SelectorTable | None = None, **forced: Any) -> Selection:
@@ -111,24 +128,29 @@ def choose(problem: Problem, arch: Arch, *, table: SelectorTable | None = None, 
             if config is not None:
                 return Selection(
                     config, option.policy or split_policy(arch), option.lone_tile_cost or config.lone_tile_cost, index,
-                    _alone(config, arch, given),
+                    *_others(config, arch, given),
                 )  # fmt: skip
     config = _by_rules(problem, arch, **forced)
-    return Selection(config, split_policy(arch), config.lone_tile_cost, alone=_alone(config, arch, given))
+    return Selection(config, split_policy(arch), config.lone_tile_cost, None, *_others(config, arch, given))
 
 
-def _alone(config: DecodeConfig, arch: Arch, given: Mapping[str, Any]) -> DecodeConfig | None:
-    """The kernel with all warps of an SM in one CTA, where that was measured to be faster for plans of few CTAs.
+def _others(
+    config: DecodeConfig, arch: Arch, given: Mapping[str, Any]
+) -> tuple[DecodeConfig | None, DecodeConfig | None]:
+    """`alone` and `clustered` of a selection: what was measured to be faster for some plans, on an H200.
 
-    Eight warps instead of four merge chunks in half the round trips, and two on a scheduler hide each other's latency.
+    Alone: eight warps instead of four merge chunks in half the round trips, and two on a scheduler hide each other's
+    latency. Clustered: chunks merge without round trips through L2.
     """
     plain = not (config.window or config.sinks or config.softcap or config.q_lens)
     if (
         arch.sm != 90 or config.impl != MmaConfig.impl or "ctas_per_sm" in given or not plain
-        or (config.head_dim, config.kv_format, config.ctas_per_sm) != (128, "fp8", 2) or config.row_tile > 16
+        or config.cluster > 1 or config.row_tile > 16
     ):  # fmt: skip
-        return None
-    return replace(config, ctas_per_sm=1)
+        return None, None
+    many = (config.head_dim, config.kv_format, config.ctas_per_sm) == (128, "fp8", 2)
+    clustered = "cluster" not in given and config.head_dim in (128, 256) and config.kv_format in ("bf16", "fp8")
+    return replace(config, ctas_per_sm=1) if many else None, replace(config, cluster=CLUSTER) if clustered else None
 
 
 def _serving(option: Option, problem: Problem, arch: Arch, given: Mapping[str, Any]) -> DecodeConfig | None:
@@ -173,6 +195,7 @@ def select(
     impl: str | None = None,
     row_tile: int | None = None,
     ctas_per_sm: int | None = None,
+    cluster: int | None = None,
     pdl: bool = False,
     convert_warpgroups: int | str | None = None,
     max_kv_stages: int | None = None,
@@ -182,11 +205,11 @@ def select(
 ) -> DecodeConfig:
     """The configuration that serves `problem` on `arch` (see `choose`); what is given overrides a choice.
 
-    The last four knobs are those of `tcgen05`, and giving one asks for it. Raises ConfigError where no kernel serves
-    the problem, naming the axis or the budget.
+    A `cluster` of several CTAs asks for `mma`. The last four knobs are those of `tcgen05`, and giving one asks for
+    it. Raises ConfigError where no kernel serves the problem, naming the axis or the budget.
     """
     return choose(
-        problem, arch, table=table, impl=impl, row_tile=row_tile, ctas_per_sm=ctas_per_sm, pdl=pdl,
+        problem, arch, table=table, impl=impl, row_tile=row_tile, ctas_per_sm=ctas_per_sm, cluster=cluster, pdl=pdl,
         convert_warpgroups=convert_warpgroups, max_kv_stages=max_kv_stages, l2_prefetch=l2_prefetch,
         kv_evict_first=kv_evict_first,
     ).config  # fmt: skip
@@ -199,6 +222,7 @@ def _by_rules(
     impl: str | None = None,
     row_tile: int | None = None,
     ctas_per_sm: int | None = None,
+    cluster: int | None = None,
     pdl: bool = False,
     convert_warpgroups: int | str | None = None,
     max_kv_stages: int | None = None,
@@ -208,9 +232,9 @@ def _by_rules(
     """The configuration that serves `problem` on `arch`; what is given overrides a choice.
 
     On chips with tensor memory `tcgen05` serves what it can, up to 32 packed rows: one CTA then streams the keys once
-    for all of them. On Hopper `wgmma` serves more than 32 rows, where it can. Everything else takes `mma`. The last
-    four are knobs of `tcgen05`, and giving one asks for it. Raises ConfigError where no kernel serves the problem,
-    naming the axis or the budget.
+    for all of them. On Hopper `wgmma` serves more than 32 rows, where it can. Everything else takes `mma`, as does a
+    `cluster` of several CTAs. The last four are knobs of `tcgen05`, and giving one asks for it. Raises ConfigError
+    where no kernel serves the problem, naming the axis or the budget.
     """
     given = dict(zip(TCGEN05_KNOBS, (convert_warpgroups, max_kv_stages, l2_prefetch, kv_evict_first), strict=True))
     knobs = {name: value for name, value in given.items() if value is not None}
@@ -221,6 +245,11 @@ def _by_rules(
         raise ConfigError(
             f"paged_decode: {name} = {value!r} with impl = {impl!r}: expected 'tcgen05', whose axis it is"
         )
+    if cluster not in (None, 1):
+        if knobs or impl not in (None, MmaConfig.impl):
+            other = f"{next(iter(knobs))} given" if knobs else f"impl = {impl!r}"
+            raise ConfigError(f"paged_decode: cluster = {cluster!r} with {other}: expected 'mma', whose axis it is")
+        return _first_that_fits(_mma(problem, row_tile, ctas_per_sm, pdl, cluster), arch)
     if impl == WgmmaConfig.impl:
         return _first_that_fits(_wgmma(problem, row_tile, ctas_per_sm, pdl), arch)
     if impl == Tcgen05Config.impl or knobs:
@@ -268,7 +297,9 @@ def _first_that_fits(configs: Iterable[DecodeConfig], arch: Arch) -> DecodeConfi
     raise lacks
 
 
-def _mma(problem: Problem, row_tile: int | None, ctas_per_sm: int | None, pdl: bool) -> Iterator[MmaConfig]:
+def _mma(
+    problem: Problem, row_tile: int | None, ctas_per_sm: int | None, pdl: bool, cluster: int = 1
+) -> Iterator[MmaConfig]:
     """Configurations of `mma`, best first.
 
     The row tile is the smallest that holds all packed rows, so that one CTA streams the keys once for all of them,
@@ -278,7 +309,9 @@ def _mma(problem: Problem, row_tile: int | None, ctas_per_sm: int | None, pdl: b
     """
     largest = row_tile_for(problem.n_q)
     tiles = [t for t in reversed(ROW_TILES) if t == largest or 16 <= t < largest] if row_tile is None else [row_tile]
-    config = MmaConfig(**_axes(problem), pdl=pdl, row_tile=tiles[0], ctas_per_sm=ctas_per_sm or 1).canonical()
+    config = MmaConfig(
+        **_axes(problem), pdl=pdl, row_tile=tiles[0], ctas_per_sm=ctas_per_sm or 1, cluster=cluster
+    ).canonical()
     for tile in tiles:
         sharing = (2, 1) if problem.head_dim <= 128 and tile <= 16 else (1, 2)
         for ctas in sharing if ctas_per_sm is None else (ctas_per_sm,):
@@ -312,7 +345,7 @@ def _axes(problem: Problem) -> dict[str, Any]:
 
 
 _PROBLEM_AXES = tuple(f.name for f in fields(Problem))
-_CHOICE_AXES = ("impl", "row_tile", "ctas_per_sm", "pdl", *TCGEN05_KNOBS)
+_CHOICE_AXES = ("impl", "row_tile", "ctas_per_sm", "cluster", "pdl", *TCGEN05_KNOBS)
 DOMAIN_AXES = _PROBLEM_AXES + _CHOICE_AXES
 """Axes that a spec's `domain:` may enumerate."""
 _REQUIRED_AXES = ("head_dim", "page_size", "kv_format", "group_size")
@@ -350,7 +383,7 @@ def outcomes(
         problem = Problem(**{name: value for name, value in point.items() if name in _PROBLEM_AXES})
         choices = {name: value for name, value in point.items() if name in _CHOICE_AXES}
         found = choose(problem, arch, table=table, **choices)
-        for config in (found.config, found.alone):
-            if config is not None and config not in seen:
+        for config in found.kernels:
+            if config not in seen:
                 seen.add(config)
                 yield config

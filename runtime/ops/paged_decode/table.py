@@ -49,7 +49,7 @@ LISTS = (
 SPLIT = ("policy", "lone_tile_cost")
 """What an option may say about splitting."""
 CHOSEN = ("row_tile", "ctas_per_sm")
-"""Axes that every option names; `pdl` is the caller's."""
+"""Axes that every option names; `pdl` is the caller's, and clusters are chosen for a plan."""
 
 Choices = dict[str, tuple[Any, ...]]
 """Axis to the values that it may have."""

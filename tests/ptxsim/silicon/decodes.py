@@ -74,12 +74,13 @@ def decode(library: Library, key: str, simulator: Any = None) -> Decoded:
         call = PagedDecode(
             library, head_dim=config.head_dim, page_size=config.page_size, kv_format=config.kv_format,
             q_len=config.q_len, causal=config.causal, q_dtype=config.q_dtype, impl=config.impl,
-            row_tile=config.row_tile, ctas_per_sm=config.ctas_per_sm, pdl=config.pdl,
+            row_tile=config.row_tile, ctas_per_sm=config.ctas_per_sm, cluster=config.cluster,
+            pdl=config.pdl,
         )  # fmt: skip
         assert call.keys(group)[0] == key
         plan = call.plan(
             list(LENGTHS), num_q_heads=group * NUM_KV_HEADS, num_kv_heads=NUM_KV_HEADS,
-            force_splits=SPLITS,
+            force_splits=SPLITS if config.cluster == 1 else 0,
         )  # fmt: skip
         o, lse = plan.run(*moved.values())
     if device == "cuda":
