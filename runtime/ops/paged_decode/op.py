@@ -23,7 +23,7 @@ from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, SplitPlan, host_lengths
-from cubinery.runtime.ops.paged_decode.select import ALONE_TILES, CLUSTER_TILES, CLUSTERS, Problem, Selection, choose
+from cubinery.runtime.ops.paged_decode.select import ALONE_TILES, Problem, Selection, choose, suits_clusters
 from cubinery.runtime.ops.paged_decode.streams import device_index, raw_stream
 from cubinery.runtime.ops.paged_decode.table import SelectorTable, loads
 from cubinery.runtime.ops.paged_decode.windows import Window, plan_visible
@@ -213,8 +213,8 @@ class PagedDecode:
         if config is None or options["max_splits"] is not None or options["force_splits"]:
             return False
         clusters = len(lengths) * options["num_kv_heads"] * options["q_tiles"]
-        small = clusters <= CLUSTERS[config.ctas_per_sm] and int(lengths.max(initial=0)) <= CLUSTER_TILES * TILE_KEYS
-        if not small or options["pad_to"] > len(lengths) or not self._held(config):
+        tiles = -(-int(lengths.max(initial=0)) // TILE_KEYS)
+        if not suits_clusters(clusters, tiles) or options["pad_to"] > len(lengths) or not self._held(config):
             return False
         return bool(self.kernel(config, stream=raw).max_clusters >= clusters)
 

@@ -82,13 +82,13 @@ CTA's would.
 
 
 CLUSTER = 16
-"""CTAs of a cluster in `Selection.clustered`: the most that a GPC of an H200 holds once."""
+"""CTAs of a cluster in `Selection.clustered`."""
 
-CLUSTERS = {1: 4, 2: 8}
-"""By CTAs an SM: clusters of a grid up to which `Selection.clustered` is faster: measured on an H200."""
+CLUSTER_TILES = ((2, 64), (7, 128), (12, 64))
+"""(clusters of a grid, tiles of its longest sequence) up to which `Selection.clustered` is faster, on an H200.
 
-CLUSTER_TILES = 128
-"""Tiles of the longest sequence up to which `Selection.clustered` is faster: measured on an H200."""
+With one or two, long sequences lack SMs. Seven find a GPC each; from eight on, some SMs have two CTAs and others one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +142,23 @@ def _others(
     Alone: eight warps instead of four merge chunks in half the round trips, and two on a scheduler hide each other's
     latency. Clustered: chunks merge without round trips through L2.
     """
-    plain = not (config.window or config.sinks or config.softcap or config.q_lens)
     if (
-        arch.sm != 90 or config.impl != MmaConfig.impl or "ctas_per_sm" in given or not plain
-        or config.cluster > 1 or config.row_tile > 16
+        arch.sm != 90 or config.impl != MmaConfig.impl or config.cluster > 1 or config.row_tile > 16
+        or "ctas_per_sm" in given or config.window or config.softcap or config.q_lens
     ):  # fmt: skip
         return None, None
-    many = (config.head_dim, config.kv_format, config.ctas_per_sm) == (128, "fp8", 2)
-    clustered = "cluster" not in given and config.head_dim in (128, 256) and config.kv_format in ("bf16", "fp8")
-    return replace(config, ctas_per_sm=1) if many else None, replace(config, cluster=CLUSTER) if clustered else None
+    alone = clustered = None
+    if (config.head_dim, config.kv_format, config.ctas_per_sm, config.sinks) == (128, "fp8", 2, False):
+        alone = replace(config, ctas_per_sm=1)
+    common = (config.q_len, config.q_dtype) == (1, "bf16") and config.kv_format in ("bf16", "fp8")
+    if "cluster" not in given and common and config.head_dim <= 256:
+        clustered = replace(config, cluster=CLUSTER)
+    return alone, clustered
+
+
+def suits_clusters(clusters: int, tiles: int) -> bool:
+    """Whether so many clusters, whose longest sequence has so many tiles, are fast (CLUSTER_TILES)."""
+    return tiles <= next((most for up_to, most in CLUSTER_TILES if clusters <= up_to), 0)
 
 
 def _serving(option: Option, problem: Problem, arch: Arch, given: Mapping[str, Any]) -> DecodeConfig | None:
