@@ -55,62 +55,91 @@ class ClusterMerge(Epilogue):
             ptx.mbarrier_arrive_expect_tx(smem + INBOX_FULL, nbytes)
 
     @cute.jit
-    def merge(
-        self, smem, tidx, warp, lane, rank, row0, live, live_rows, group_size, score_scale, softcap, scale_o, target
-    ):  # fmt: skip
-        """Send this CTA's results, then merge and write the shares that are its own.
+    def put_slices(self, smem, lane, key_group, col_group, rows, exp_scale, o, m, l):
+        """This warp's O, m and l of its keys into shared memory, as they are, if possible beside the ring.
 
-        Call where the key slices lie side by side but for a barrier (`Epilogue.merge_slices`).
+        `merge_slices` puts them into the ring, when all are done with its last stage, and brings them to one maximum
+        before; a short step feels both barriers.
         """
         c = self.config
-        if cutlass.const_expr(c.sinks):
-            self.finish_rows(smem, tidx, score_scale, softcap, live_rows - row0)
+        if cutlass.const_expr(not self.slices_beside):
+            self.sync_consumers()
+        for distance in self.operands.sharers:
+            l = [x + cute.arch.shuffle_sync_bfly(x, offset=distance) for x in l]
+        if self.operands.is_first(lane) & (col_group == 0):
+            for j in cutlass.range_constexpr(2):
+                ptx.store_shared_f32x2(self.stats(smem, key_group, rows[j]), (m[j], l[j]))
+        units = self.format.unit_codes
+        step = self.operands.output_step(lane, units)
+        for j in cutlass.range_constexpr(2):
+            target = smem + self.slices + ((key_group * c.row_tile + rows[j]) * self.o_pad) * 4
+            target += col_group * (self.o_columns * 4)
+            for first, registers in self.operands.outputs(units, self.o_columns):
+                values = [o[by_row[j]] for by_row in registers]
+                ptx.store_shared_f32s(target + self.format.merge_offset(first + step), values)
+
+    @cute.jit
+    def merge(
+        self, smem, tidx, warp, lane, rank, row0, live, num_live, group_size, score_scale, softcap, scale_o, target
+    ):  # fmt: skip
+        """Send this CTA's results once all slices are there, then merge and write the shares that are its own."""
+        c = self.config
         self.sync_consumers()
         cluster.wait()  # every CTA has made its barrier: since long ago, but for a late one
         out_scale = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0 ** (self.format.v_log2 - self.p_log2_scale)
         vectors = c.head_dim // 4
         for index in cutlass.range(tidx, live * vectors, self.consumer_threads, unroll=1):
-            values = self.row_part(smem, index // vectors, index % vectors, out_scale)
+            row, vector = index // vectors, index % vectors
+            natural = self.natural_scale(smem, row, score_scale, softcap)
+            values = self.weighted_part(smem, row, vector, natural, out_scale)
             address, barrier = self.destination(smem, rank, index // LANES)
             cluster.send_f32x4(address + index % LANES * 16, values, barrier)
         # Last, by the last warp: O need not wait for a row's sum.
         row = tidx - (self.consumer_threads - 32)
         if (row >= 0) & (row < live):
-            self.send_stats(smem, rank, row, score_scale, softcap, live_rows - row0)
+            stats = self.row_stats(smem, row, score_scale, softcap, num_live)
+            for piece in cutlass.range_constexpr(self.row_shares):
+                address, barrier = self.destination(smem, rank, row * self.row_shares + piece)
+                cluster.send_f32x2(address + STATS, stats, barrier)
         for slot in cutlass.range(warp, self.own_shares(rank, live), c.consumer_warps, unroll=1):
             cluster.mbarrier_wait(smem + INBOX_FULL, Int32(0))
             parts = smem + self.inbox + slot * c.SHARE_PITCH
-            self.merge_share(parts, slot * c.cluster + rank, lane, row0, group_size, scale_o, target)
+            self.merge_share(smem, parts, slot * c.cluster + rank, lane, row0, group_size, scale_o, target)
+
+    def weighted_part(self, smem, row, vector, natural, factor):
+        """Four columns of a row, its key slices brought to one maximum, summed, and multiplied by `factor`."""
+        c = self.config
+        source = smem + self.slices + row * (self.o_pad * 4) + self.format.merge_offset(vector * 4)
+        peaks = [ptx.load_shared_f32(self.stats(smem, k, row)) for k in range(c.key_warps)]
+        parts = [ptx.load_shared_f32x4(source + k * (c.row_tile * self.o_pad * 4)) for k in range(c.key_warps)]
+        base = self.base(reduce(cute.arch.fmax, peaks))
+        weights = [factor * ptx.exp2((m - base) * (natural * LOG2E)) for m in peaks]
+        return [self.dot(weights, column) for column in zip(*parts, strict=True)]
 
     @cute.jit
-    def send_stats(self, smem, rank, row, score_scale, softcap, num_live):
-        """m, in units of the LSE, and l of a row, with each of its shares."""
-        if cutlass.const_expr(self.config.sinks):
-            stats = ptx.load_shared_f32x2(smem + ROW_RESULT + row * 8)
-        else:
-            stats = self.row_stats(smem, row, score_scale, softcap, num_live)
-        for piece in cutlass.range_constexpr(self.row_shares):
-            address, barrier = self.destination(smem, rank, row * self.row_shares + piece)
-            cluster.send_f32x2(address + STATS, stats, barrier)
-
-    @cute.jit
-    def merge_share(self, parts, share, lane, row0, group_size, scale_o, target):
-        """Merge a share that has come from all CTAs. `parts`: that of rank 0."""
+    def merge_share(self, smem, parts, share, lane, row0, group_size, scale_o, target):
+        """Merge a share that has come from all CTAs, and its row's sink. `parts`: that of rank 0."""
         o_base, o_token, o_head, lse, stat_row = target
+        row = share // self.row_shares
         stats, values = self.load_parts(parts, lane)
         peak = self.across(reduce(cute.arch.fmax, [m for m, _ in stats]), cute.arch.fmax)
-        base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
+        if cutlass.const_expr(self.config.sinks):
+            sink = ptx.load_shared_f32(smem + ROW_RESULT + row * 8)
+            peak = cute.arch.fmax(peak, sink)
+        base = self.base(peak)
         weights = [ptx.exp2((m - base) * LOG2E) for m, _ in stats]
         total = self.across(self.dot(weights, [l for _, l in stats]), operator.add)
+        if cutlass.const_expr(self.config.sinks):
+            total += ptx.exp2((sink - base) * LOG2E)
         # A row that saw no key in any chunk gives 0 and -inf.
         factor = cutlass.select_(total == 0.0, Float32(0.0), scale_o / total)
-        row = [factor * self.across(self.dot(weights, column), operator.add) for column in zip(*values, strict=True)]
-        n = row0 + share // self.row_shares
+        columns = [factor * self.across(self.dot(weights, x), operator.add) for x in zip(*values, strict=True)]
+        n = row0 + row
         piece = share % self.row_shares
         token = n // group_size
         if lane < LANES:
             address = o_base + (Int64(token) * o_token + Int64(n - token * group_size) * o_head) * 2
-            pairs = [ptx.pack_f32x2("bf16", row[e], row[e + 1]) for e in (0, 2)]
+            pairs = [ptx.pack_f32x2("bf16", columns[e], columns[e + 1]) for e in (0, 2)]
             ptx.store_global_v2(address + piece * (self.config.SHARE_COLUMNS * 2) + lane * 8, pairs)
         if (lane == 0) & (piece == 0):
             store_f32(lse, stat_row + n, cutlass.select_(total == 0.0, Float32(NEG_INF), peak + cute.math.log(total)))

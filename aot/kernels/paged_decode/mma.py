@@ -254,9 +254,8 @@ class PagedDecodeMma(MmaTile):
                 tokens = self.mask.tokens(q_lens, seq, n_q)
                 live_rows = self.mask.live_rows(tokens, n_q, group_size)
                 if cutlass.const_expr(c.sinks):
-                    is_first = self.mask.first_item(length, window, key_begin)
-                    if cutlass.const_expr(c.cluster > 1):
-                        is_first = is_first & (rank == 0)
+                    # A cluster has whole sequences, and adds a row's sink where it merges the row.
+                    is_first = True if c.cluster > 1 else self.mask.first_item(length, window, key_begin)
                     self.mask.stage_sinks(smem, tidx, sinks, head, group_size, row0, live_rows, is_first)
                 self.consumer.stage_q(smem, warp, lane, q_base, row0, live_rows, group_size, q_token, q_head)
                 # What only the end needs is fetched now and kept out of registers.
@@ -270,8 +269,10 @@ class PagedDecodeMma(MmaTile):
                 )  # fmt: skip
                 seq, _, _, _ = ptx.load_shared_i32x4(smem + ITEM)
                 slot, n_splits, first_slot, _ = ptx.load_shared_i32x4(smem + ITEM + 16)
-                self.epilogue.merge_slices(smem, lane, *place)
-                if cutlass.const_expr(c.cluster == 1):
+                if cutlass.const_expr(c.cluster > 1):
+                    self.cluster_merge.put_slices(smem, lane, *place)
+                else:
+                    self.epilogue.merge_slices(smem, lane, *place)
                     self.epilogue.finish_rows(smem, tidx, score_scale, softcap, live_rows - row0)
 
                 rows = num_kv_heads * n_q
@@ -280,8 +281,8 @@ class PagedDecodeMma(MmaTile):
                 target = (o_base, o_token, o_head, lse, stat_row)
                 if cutlass.const_expr(c.cluster > 1):
                     self.cluster_merge.merge(
-                        smem, tidx, warp, lane, rank, row0, cutlass.min(n_q - row0, c.row_tile), live_rows, group_size,
-                        score_scale, softcap, scale_o, target,
+                        smem, tidx, warp, lane, rank, row0, cutlass.min(n_q - row0, c.row_tile), live_rows - row0,
+                        group_size, score_scale, softcap, scale_o, target,
                     )  # fmt: skip
                 else:
                     part = (o_partial, m_partial, l_partial, Int64(slot) * rows + head * n_q)

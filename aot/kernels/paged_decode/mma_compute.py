@@ -235,10 +235,6 @@ class Consumer(MmaTile):
         l = [reduce(operator.add, row, total) for row, total in zip(exps, l, strict=True)]
         return self.operands.probabilities(self.mma_dtype, exps), m, l, o
 
-    def base(self, peak):
-        """What is subtracted: a row that has seen nothing keeps -inf; subtracting 0 instead avoids inf - inf."""
-        return cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
-
     def accumulate(self, v_lane, p, keep, o):
         """O += P V. `keep` (or None): how many keys from this lane's first of V on are inside the sequence."""
         fmt = self.format

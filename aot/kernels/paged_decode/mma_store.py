@@ -73,8 +73,7 @@ class Epilogue(MmaTile):
     def row_stats(self, smem, row, score_scale, softcap, num_live):
         """m, in units of the LSE, and l of a row over its slices, without a sink."""
         c = self.config
-        natural = score_scale * ptx.load_shared_f32(smem + ROW_SCALE + row * 4)
-        natural = self.at_least_tiny(softcap if c.softcap else natural)
+        natural = self.natural_scale(smem, row, score_scale, softcap)
         peak = Float32(NEG_INF)
         for k in range(c.key_warps):
             peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, row)))
@@ -89,6 +88,11 @@ class Epilogue(MmaTile):
             m = cutlass.select_(row < num_live, m, Float32(NEG_INF))
             total = cutlass.select_(row < num_live, total, Float32(0.0))
         return m, total
+
+    def natural_scale(self, smem, row, score_scale, softcap):
+        """Factor from a row's running maximum to the units of the LSE."""
+        natural = score_scale * ptx.load_shared_f32(smem + ROW_SCALE + row * 4)
+        return self.at_least_tiny(softcap if self.config.softcap else natural)
 
     @cute.jit
     def store(self, smem, tidx, row0, n_q, group_size, scale_o, is_split, target, part):

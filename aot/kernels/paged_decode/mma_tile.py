@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 
 from cubinery.aot.kernels.paged_decode.abi import kv_map
 from cubinery.aot.kernels.paged_decode.constants import LOG2E, NEG_INF, TINY
@@ -59,6 +59,8 @@ class MmaTile:
         self.q_smem = config.FIXED_SMEM
         self.ring = config.FIXED_SMEM + config.q_bytes
         self.inbox = self.ring + self.stages * config.stage_bytes
+        self.slices_beside = config.slices_beside(arch)
+        self.slices = self.inbox + config.inbox_bytes if self.slices_beside else self.ring
 
     def sync_consumers(self):
         """A barrier of the computing warps."""
@@ -67,6 +69,10 @@ class MmaTile:
     def at_least_tiny(self, scale):
         """A positive scale that underflow has not made zero, so that -inf times it stays -inf."""
         return cute.arch.fmax(scale, TINY)
+
+    def base(self, peak):
+        """What is subtracted: a row that has seen nothing keeps -inf; subtracting 0 instead avoids inf - inf."""
+        return cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
 
     def advance(self, stage, phase, depth):
         """The next of `depth` ring slots, and its phase."""

@@ -54,7 +54,7 @@ class MmaConfig(DecodeConfig):
                 f"head_dim {self.head_dim} with {self.kv_format} and row_tile {self.row_tile} leaves "
                 f"{stages} ring stages at ctas_per_sm {self.ctas_per_sm} on {arch.name}: expected at least 3"
             )
-        if self.merge_bytes > stages * self.stage_bytes:
+        if not self.slices_beside(arch) and self.merge_bytes > stages * self.stage_bytes:
             raise self.reject(
                 f"merging {self.row_tile} rows of head_dim {self.head_dim} takes {self.merge_bytes} "
                 f"bytes of shared memory, and the ring has {stages * self.stage_bytes} at ctas_per_sm "
@@ -189,15 +189,27 @@ class MmaConfig(DecodeConfig):
 
     @property
     def inbox_bytes(self) -> int:
-        """Shared memory for what the CTAs of a cluster send each other."""
+        """Shared memory for what the CTAs of a cluster send each other, of which each merges a share of the rows."""
         return 0 if self.cluster == 1 else self.cluster * self.share_slots * self.SHARE_PITCH
+
+    def slices_beside(self, arch: Arch) -> bool:
+        """Whether a CTA of a cluster has room for every warp's O beside the ring: none then waits to put it there."""
+        return self.cluster > 1 and self._ring_bytes(arch) - self.merge_bytes >= 4 * self.stage_bytes
+
+    def cluster_bytes(self, arch: Arch) -> int:
+        """Shared memory behind the ring: the inbox, and the warps' O where that fits."""
+        return self.inbox_bytes + self.slices_beside(arch) * self.merge_bytes
+
+    def _ring_bytes(self, arch: Arch) -> int:
+        """What buffers that are always there leave of the shared memory."""
+        return arch.smem_budget(self.ctas_per_sm) - self.FIXED_SMEM - self.q_bytes - self.inbox_bytes
 
     FIXED_SMEM: ClassVar[int] = 3072
     """Barriers, row scales and results, then row statistics; a multiple of the swizzle's 1024 bytes."""
 
     def stages(self, arch: Arch) -> int:
         """Ring stages that fit beside the other buffers, at most MOST_STAGES."""
-        room = arch.smem_budget(self.ctas_per_sm) - self.FIXED_SMEM - self.q_bytes - self.inbox_bytes
+        room = self._ring_bytes(arch) - self.slices_beside(arch) * self.merge_bytes
         return min(MOST_STAGES, room // self.stage_bytes)
 
     def ring_depth(self, arch: Arch, ctas: int) -> int:
@@ -210,4 +222,4 @@ class MmaConfig(DecodeConfig):
 
     def smem_bytes(self, arch: Arch) -> int:
         """Dynamic shared memory that a launch passes."""
-        return self.FIXED_SMEM + self.q_bytes + self.stages(arch) * self.stage_bytes + self.inbox_bytes
+        return self.FIXED_SMEM + self.q_bytes + self.stages(arch) * self.stage_bytes + self.cluster_bytes(arch)
