@@ -36,7 +36,9 @@ def test_the_default_spec_is_what_its_domain_needs(root: Path, arch: str) -> Non
 @pytest.mark.parametrize("head_dim", sorted(CHOICES["head_dim"]))
 @pytest.mark.parametrize("with_features", [False, True])
 def test_the_full_specs_are_the_whole_product(root: Path, head_dim: int, with_features: bool) -> None:
-    """Every value of every axis, and an exclusion for exactly what does not fit; expanding it all takes minutes."""
+    """Every value of every axis (`cluster`, where a block has none, is 1), and exactly what fits is listed and not
+    excluded; expanding it all takes minutes.
+    """
     spec = yaml.safe_load((root / f"kernel_specs/full/d{head_dim}{'_axes' * with_features}.yaml").read_text())
     blocks = spec["matrix"]
     assert {arch for block in blocks for arch in block["arch"]} == set(ARCHS)
@@ -46,15 +48,15 @@ def test_the_full_specs_are_the_whole_product(root: Path, head_dim: int, with_fe
         elif name in FEATURES if not with_features else name == "pdl":
             assert not any(name in block for block in blocks)
             continue
-        held = {arch: {v for b in blocks if arch in b["arch"] for v in b[name]} for arch in ARCHS}
+        held = {arch: {v for b in blocks if arch in b["arch"] for v in b.get(name, [1])} for arch in ARCHS}
         assert all(found == values for found in held.values()), name
     exclusions = [e for e in spec["exclude"] if not set(e) & set(FEATURES)]
-    for kv_format in CHOICES["kv_format"]:
-        for row_tile in CHOICES["row_tile"]:
-            for ctas_per_sm in CHOICES["ctas_per_sm"]:
-                point = {"kv_format": kv_format, "row_tile": row_tile, "ctas_per_sm": ctas_per_sm}
-                excluded = any(all(point[name] in values for name, values in e.items()) for e in exclusions)
-                assert excluded == (not fits(head_dim, **point)), point
+    decide = ("kv_format", "row_tile", "ctas_per_sm", "cluster")
+    for values in product(*(CHOICES[name] for name in decide)):
+        point = dict(zip(decide, values, strict=True))
+        listed = any(all(v in block.get(name, [1]) for name, v in point.items()) for block in blocks)
+        excluded = any(all(point[name] in values for name, values in e.items()) for e in exclusions)
+        assert (listed and not excluded) == fits(head_dim, **point), point
 
 
 def fits(head_dim: int, **axes: object) -> bool:

@@ -54,13 +54,22 @@ PROBLEMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kv_format": "e2m1", "d": 128, "page_size": 16, "q_dtype": "e4m3", "h_q": 8}, {}),
     ({"kv_format": "e3m2", "d": 128, "page_size": 64}, {}),
     ({"kv_format": "nvfp4", "d": 128, "page_size": 128}, {}),
+    # Clusters: results beside the ring and in it, sinks.
+    ({"kv_format": "fp8", "d": 128, "page_size": 16, "h_k": 1}, {"cluster": 16}),
+    ({"kv_format": "bf16", "d": 256, "page_size": 16, "h_k": 1}, {"cluster": 16}),
+    ({"kv_format": "bf16", "d": 64, "page_size": 64, "h_q": 16, "with_sinks": True}, {"cluster": 16}),
 ]
+
+LAUNCHES = [
+    (fields, choices, splits) for fields, choices in PROBLEMS for splits in ((0,) if "cluster" in choices else (1, 3))
+]
+"""Each problem with how its sequences are split; a cluster shares whole ones."""
 
 
 def sanitize(gpu: Gpu, fields: dict[str, Any], choices: dict[str, Any], force_splits: int) -> str:
     """Run one problem; returns a line about it. Raises AssertionError where the result is off."""
     case = gpu.case(LENGTHS, **({"h_q": 4, "h_k": 2, "layout": "interleaved"} | fields))
-    plan = gpu.plan(case, choices, force_splits=force_splits, pad_to=13 if force_splits > 1 else 0)
+    plan = gpu.plan(case, {"cluster": 1} | choices, force_splits=force_splits, pad_to=13 if force_splits > 1 else 0)
     out = Guarded(case.q.shape, torch.bfloat16, case.device)
     lse = Guarded(plan.shape.lse, torch.float32, case.device)
     # Not filled: initcheck then knows which partial results were never written.
@@ -108,13 +117,12 @@ def main() -> int:
     library = Library.open(parser.parse_args().bundle)
     gpu = Gpu(library, torch.device("cuda", torch.cuda.current_device()))
     failures = 0
-    for fields, choices in PROBLEMS:
-        for force_splits in (1, 3):
-            try:
-                print(sanitize(gpu, fields, choices, force_splits), flush=True)
-            except AssertionError as error:
-                failures += 1
-                print(f"WRONG: {error}", flush=True)
+    for launch in LAUNCHES:
+        try:
+            print(sanitize(gpu, *launch), flush=True)
+        except AssertionError as error:
+            failures += 1
+            print(f"WRONG: {error}", flush=True)
     for key in others(library):
         try:
             print(check_other(gpu, key), flush=True)
@@ -122,7 +130,7 @@ def main() -> int:
             failures += 1
             print(f"WRONG: {error}", flush=True)
     torch.cuda.synchronize()
-    print(f"{2 * len(PROBLEMS)} decodes and {len(others(library))} other kernels, {failures} wrong")
+    print(f"{len(LAUNCHES)} decodes and {len(others(library))} other kernels, {failures} wrong")
     return 1 if failures else 0
 
 

@@ -266,7 +266,7 @@ def test_merging_gives_the_same_bits_however_chunks_end(gpu: Gpu, kv_format: str
 def test_counters_are_zero_whatever_plan_comes_next(gpu: Gpu, kv_format: str) -> None:
     """An update moves sequences to other counters; each must find them as the last plan did."""
     case = edge(gpu, [6000, 6000, 6000], kv_format=kv_format)
-    plan = gpu.plan(case, capturable=True)
+    plan = gpu.plan(case, {"cluster": 1}, capturable=True)
     workspace = torch.full((plan.workspace_bytes(),), 0xFF, dtype=torch.uint8, device=gpu.device)
     for lengths in ([6000, 6000, 6000], [6000, 1, 1], [1, 6000, 0], [300, 5000, 700], [1, 1, 1], [6000, 6000, 6000]):
         case.lengths = lengths

@@ -211,12 +211,12 @@ def test_after_preload_nothing_is_loaded(gpu: Gpu, bundle: Path) -> None:
     decode = operator(library, gpu, case)
     assert loads == []
     decode.preload(case.group)
-    assert len(loads) == 3  # decode, for many and for few CTAs, and planning
+    assert len(loads) == 4  # decode, for many and for few CTAs and in clusters, and planning
     plan = decode.plan(case.lengths, **case.heads, force_splits=3)
     check(plan, case, *run(plan, case))
     captured = Captured(decode.plan(case.lengths, **case.heads, capturable=True), case)
     check(captured.plan, case, *captured.replay()[0])
-    assert len(loads) == 3
+    assert len(loads) == 4
 
 
 def test_preloading_everything(gpu: Gpu, bundle: Path) -> None:

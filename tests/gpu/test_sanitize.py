@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 from gpu.running import Gpu
-from gpu.sanitize import PROBLEMS, sanitize
+from gpu.sanitize import LAUNCHES, sanitize
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("force_splits", [1, 3])
-@pytest.mark.parametrize(("fields", "choices"), PROBLEMS)
+@pytest.mark.parametrize(("fields", "choices", "force_splits"), LAUNCHES)
 def test_problems_for_the_sanitizer(
     gpu: Gpu, fields: dict[str, Any], choices: dict[str, Any], force_splits: int
 ) -> None:
