@@ -144,9 +144,9 @@ def test_outcomes_hold_every_selection_once() -> None:
             for d in (128, 256) for p in (16, 64) for f in ("bf16", "fp8")
             for q in (1, 4) for c in (True, False) for g in (1, 4, 8, 16)
         ]  # fmt: skip
-        alone = {selection.alone for selection in chosen} - {None}
-        assert set(found) == {selection.config for selection in chosen} | alone
-        assert bool(alone) == (arch.sm == 90)
+        others = [{s.alone for s in chosen} - {None}, {s.clustered for s in chosen} - {None}]
+        assert set(found) == {selection.config for selection in chosen}.union(*others)
+        assert [bool(other) for other in others] == [arch.sm == 90] * 2
 
 
 def test_a_kernel_for_few_ctas_is_the_same_but_for_its_warps() -> None:
@@ -161,6 +161,25 @@ def test_a_kernel_for_few_ctas_is_the_same_but_for_its_warps() -> None:
         assert choose(problem(**{"kv_format": "fp8"} | other), H200).alone is None
     assert choose(problem(kv_format="fp8"), H200, ctas_per_sm=2).alone is None
     assert choose(problem(kv_format="fp8"), THOR).alone is None
+
+
+def test_a_kernel_of_clusters_is_the_same_but_for_its_grid() -> None:
+    """One token in a format that was measured, and where nobody says how an SM is shared out."""
+    for kv_format in ("bf16", "fp8"):
+        for head_dim in (64, 128, 256):
+            for group in (1, 8, 16):
+                found = choose(problem(kv_format=kv_format, head_dim=head_dim, group_size=group), H200)
+                assert found.clustered == dataclasses.replace(found.config, cluster=16) != found.config
+                assert found.kernels == tuple(c for c in (found.config, found.alone, found.clustered) if c)
+    assert choose(problem(kv_format="fp8", sinks=True), H200).clustered is not None
+    for other in (
+        {"kv_format": "nvfp4"}, {"head_dim": 512}, {"group_size": 17}, {"q_len": 2}, {"window": True},
+        {"softcap": True}, {"q_lens": True}, {"q_dtype": "e4m3"},
+    ):  # fmt: skip
+        assert choose(problem(**{"kv_format": "fp8"} | other), H200).clustered is None
+    for forced in ({"ctas_per_sm": 2}, {"cluster": 1}, {"cluster": 16}):
+        assert choose(problem(kv_format="fp8"), H200, **forced).clustered is None
+    assert choose(problem(kv_format="fp8"), THOR).clustered is None
 
 
 def test_outcomes_take_forced_choices() -> None:

@@ -13,7 +13,7 @@
 #include <string.h>
 
 enum { OK = 0, INVALID_VALUE = 1, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
-       CAPTURE_IMPLICIT = 906 };
+       CAPTURE_IMPLICIT = 906, INVALID_CLUSTER_SIZE = 912 };
 
 static char text[1 << 16];
 static size_t used;
@@ -116,6 +116,17 @@ int cuLaunchKernelEx(const struct config *c, struct module *f, void **params, vo
     note("\n");
     return OK;
 }
+int cuOccupancyMaxActiveClusters(int *count, struct module *f, const struct config *c) {
+    if (current() != f->context) return INVALID_CONTEXT;
+    const unsigned *size = NULL;
+    for (unsigned i = 0; i < c->count; i++)
+        if (c->attrs[i].id == 4) size = (const unsigned *)c->attrs[i].value;
+    if (!size || memcmp(size, c->grid, sizeof c->grid)) return INVALID_VALUE;  // a grid is whole clusters
+    if (size[0] > 16) return INVALID_VALUE;
+    if (size[0] > 8) return INVALID_CLUSTER_SIZE;
+    *count = 64 / (int)size[0];
+    return OK;
+}
 int cuStreamIsCapturing(void *s, int *status) {
     intptr_t stream = (intptr_t)s;
     if (stream <= 2 && !current()) return INVALID_CONTEXT;
@@ -153,7 +164,8 @@ static const struct { const char *name; void *function; } table[] = {
     ENTRY(cuDeviceGetAttribute), ENTRY(cuDevicePrimaryCtxRetain), ENTRY(cuCtxPushCurrent), ENTRY(cuCtxPopCurrent),
     ENTRY(cuCtxSetCurrent), ENTRY(cuCtxGetCurrent), ENTRY(cuCtxGetDevice), ENTRY(cuCtxSynchronize),
     ENTRY(cuModuleLoadData), ENTRY(cuModuleGetFunction), ENTRY(cuFuncLoad), ENTRY(cuFuncGetParamInfo),
-    ENTRY(cuFuncSetAttribute), ENTRY(cuLaunchKernelEx), ENTRY(cuStreamIsCapturing), ENTRY(cuTensorMapEncodeTiled),
+    ENTRY(cuFuncSetAttribute), ENTRY(cuLaunchKernelEx), ENTRY(cuOccupancyMaxActiveClusters),
+    ENTRY(cuStreamIsCapturing), ENTRY(cuTensorMapEncodeTiled),
     ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemcpyHtoD), ENTRY(cuMemcpyDtoH), ENTRY(cuGetErrorString),
     {"cuGetProcAddress", (void *)cuGetProcAddress_v2},
 };

@@ -108,6 +108,9 @@ greedy = driver.prepare(kernel, LaunchConfig((1, 1, 1), (32, 1, 1), dynamic_smem
 result["too much smem"] = attempt(lambda: greedy.launch(0x5001))
 big = driver.prepare(kernel, LaunchConfig((1, 1, 1), (32, 1, 1), (16, 1, 1)), layout)
 result["big cluster"] = log()
+result["clusters"] = [
+    attempt(lambda: driver.max_clusters(kernel, LaunchConfig((9, 9, 9), (32, 1, 1), (size, 1, 1)))) for size in (2, 8, 16, 17)
+]
 
 empty = driver.get_kernel(driver.load_module(0, b"STUB none 0\\0"), "none")
 bare = driver.prepare(empty, LaunchConfig((7, 1, 1), (32, 1, 1)), [])
@@ -178,6 +181,14 @@ def test_modules_load_into_the_context_of_their_device_and_at_once(results: Any)
 def test_attributes_are_set_once_on_the_device_of_the_kernel(results: Any) -> None:
     assert results["attributes"] == ["attribute 1 8=90000", "attribute 1 9=100"]
     assert results["big cluster"] == ["attribute 1 14=1"], "only clusters that are not portable ask for it"
+
+
+def test_how_many_clusters_fit(results: Any) -> None:
+    """None where a cluster is too large for the device; other failures are errors that say what was asked."""
+    *counts, failure = results["clusters"]
+    assert counts == [32, 8, 0]
+    assert failure[0] == "DriverError"
+    assert "asking how many clusters of kern device 1 holds" in failure[1]
 
 
 def test_a_launch_carries_config_attributes_and_parameters_to_the_stream(results: Any) -> None:

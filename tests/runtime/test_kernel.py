@@ -60,6 +60,13 @@ def test_a_launch_is_what_the_record_and_the_values_say(kernel: Kernel, driver: 
     assert (config.dynamic_smem, config.carveout, config.pdl) == (4096, 50, True)
 
 
+def test_clusters_that_fit_are_asked_of_the_driver_once(kernel: Kernel, driver: FakeDriver) -> None:
+    driver.clusters = 5
+    assert kernel.max_clusters == 5
+    driver.clusters = 6
+    assert kernel.max_clusters == 5
+
+
 def test_report_carveout_is_set_before_the_first_launch(kernel: Kernel, driver: FakeDriver) -> None:
     assert kernel._handle.carveout == 50
 

@@ -1,0 +1,123 @@
+"""Plans whose sequences each get a cluster of CTAs for every KV head, and those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the operator needs torch")
+
+import numpy as np
+import torch
+from decode_problem import Problem
+from fake_driver import FakeDriver, write_bundle
+from host_kernels import HostKernels
+
+from cubinery.runtime.errors import ConfigError, PlanError
+from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.op import PagedDecode
+
+Make = Callable[..., tuple[PagedDecode, FakeDriver]]
+HEADS = {"num_q_heads": 16, "num_kv_heads": 4}
+
+
+def cluster(decode: PagedDecode, lengths: list[int], **options: Any) -> int:
+    return decode.plan(lengths, **(HEADS | options)).config.cluster
+
+
+def test_few_short_sequences_get_clusters(make_decode: Make) -> None:
+    """Up to as many clusters, and as long sequences, as were measured to be faster; and nobody asks for splits."""
+    decode, _ = make_decode(cluster=None)
+    assert cluster(decode, [1]) == cluster(decode, [16384]) == cluster(decode, [8192] * 3) == 16
+    assert cluster(decode, [0, 0]) == cluster(decode, [100], capturable=True) == cluster(decode, [100], pad_to=1) == 16
+    assert cluster(decode, [16385]) == cluster(decode, [8193] * 3) == cluster(decode, [1] * 4) == 1
+    assert cluster(decode, [8192], num_q_heads=4, num_kv_heads=1) == 16
+    assert cluster(decode, [8193], num_q_heads=4, num_kv_heads=1) == 1
+    for options in ({"max_splits": 1}, {"max_splits": 4}, {"force_splits": 1}, {"pad_to": 2}):
+        assert cluster(decode, [100], **options) == 1
+
+
+def test_a_device_that_holds_too_few_clusters_gets_none(make_decode: Make) -> None:
+    decode, driver = make_decode(cluster=None)
+    driver.clusters = 3
+    assert cluster(decode, [100]) == 1
+    assert cluster(decode, [100], num_q_heads=12, num_kv_heads=3) == 16
+
+
+def test_a_plan_of_clusters_splits_nothing_and_needs_no_workspace(make_decode: Make, p: Problem) -> None:
+    decode, driver = make_decode(cluster=None)
+    driver.on_launch = HostKernels(3, 8, 1, True)
+    plan = decode.plan(p.lengths, **p.heads)
+    assert plan.keys[0].endswith("-cl16")
+    assert (plan.workspace_bytes(), plan.splits.max_splits, plan.num_work) == (0, 1, 3)
+    o, lse = plan.run(*p.tensors)
+    (launch,) = driver.launches
+    assert launch.grid == (16, p.h_k, 3)
+    assert launch.config.cluster == (16, 1, 1)
+    split = decode.plan(p.lengths, **p.heads, force_splits=1)
+    assert all(torch.equal(a, b) for a, b in zip((o, lse), split.run(*p.tensors), strict=True))
+
+
+def test_updates_keep_the_kernel(make_decode: Make) -> None:
+    decode, _ = make_decode(cluster=None)
+    plan = decode.plan([100, 5], **HEADS, capturable=True)
+    plan.update([100_000, 0])
+    assert plan.config.cluster == 16
+    assert plan.num_work == 2
+
+
+def test_a_cluster_that_is_asked_for_serves_every_plan(make_decode: Make) -> None:
+    decode, driver = make_decode(cluster=8)
+    plans = [
+        decode.plan(n, **HEADS, **o) for n, o in (([100_000] * 50, {}), ([5], {"pad_to": 7}), ([5], {"max_splits": 1}))
+    ]
+    assert [plan.config.cluster for plan in plans] == [8, 8, 8]
+    assert [plan.num_work for plan in plans] == [50, 7, 1]
+    for name in ("max_splits", "force_splits"):
+        with pytest.raises(PlanError, match=f"{name} = 2 with cluster = 8: expected none.*cluster = 1"):
+            decode.plan([5], **HEADS, **{name: 2})
+    driver.clusters = 0
+    fresh = PagedDecode(Library.open(decode.library.bundles[0].root, driver=driver), head_dim=128, page_size=16,
+                        kv_format="fp8", cluster=8)  # fmt: skip
+    with pytest.raises(PlanError, match=r"cluster = 8 on .*: no part of it holds so many CTAs at once"):
+        fresh.plan([5], **HEADS)
+
+
+def test_only_mma_has_clusters() -> None:
+    """What cannot be had is named, with the implementation that could."""
+    from cubinery.runtime.arch import ARCHS
+    from cubinery.runtime.ops.paged_decode.select import Problem as Wanted
+    from cubinery.runtime.ops.paged_decode.select import select
+
+    wanted = Wanted(head_dim=128, page_size=16, kv_format="fp8", group_size=4)
+    for arch in ARCHS.values():
+        assert (select(wanted, arch, cluster=8).impl, select(wanted, arch, cluster=8).cluster) == ("mma", 8)
+        assert select(wanted, arch, cluster=1) == select(wanted, arch)
+    for forced in ({"impl": "wgmma"}, {"impl": "tcgen05"}, {"l2_prefetch": 1}):
+        with pytest.raises(ConfigError, match=r"cluster = 8 with .*expected 'mma'"):
+            select(wanted, ARCHS["sm_110a"], cluster=8, **forced)
+    with pytest.raises(ConfigError, match="cluster = 3 is not supported: expected one of 1, 8, 16"):
+        select(wanted, ARCHS["sm_90a"], cluster=3)
+    wide = Wanted(head_dim=128, page_size=16, kv_format="fp8", group_size=64)
+    assert select(wide, ARCHS["sm_90a"], cluster=16).row_tile == 32, "several row tiles, as wide as clusters take"
+
+
+def test_a_bundle_without_that_kernel_serves_all_plans_with_others(make_decode: Make, tmp_path: Path) -> None:
+    decode, _ = make_decode(cluster=None)
+    config = decode.config(4)
+    driver = FakeDriver(["sm_90a"])
+    write_bundle(tmp_path / "less", "sm_90a", [config, *config.requires()])
+    library = Library.open(tmp_path / "less", driver=driver)
+    less = PagedDecode(library, head_dim=128, page_size=16, kv_format="fp8")
+    assert cluster(less, [100]) == 1
+    assert not library.misses
+    assert len(driver.loads) == 1
+
+
+def test_lengths_are_numbers_of_any_kind(make_decode: Make) -> None:
+    decode, _ = make_decode(cluster=None)
+    for lengths in (np.array([16384]), torch.tensor([16384]), np.array([16384], np.uint16)):
+        assert decode.plan(lengths, **HEADS).config.cluster == 16
