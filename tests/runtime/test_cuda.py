@@ -109,7 +109,8 @@ result["too much smem"] = attempt(lambda: greedy.launch(0x5001))
 big = driver.prepare(kernel, LaunchConfig((1, 1, 1), (32, 1, 1), (16, 1, 1)), layout)
 result["big cluster"] = log()
 result["clusters"] = [
-    attempt(lambda: driver.max_clusters(kernel, LaunchConfig((9, 9, 9), (32, 1, 1), (size, 1, 1)))) for size in (2, 8, 16, 17)
+    attempt(lambda: driver.max_clusters(kernel, LaunchConfig((9, 9, 9), (32, 1, 1), (size, 1, 1))))
+    for size in (2, 8, 16, 17)
 ]
 
 empty = driver.get_kernel(driver.load_module(0, b"STUB none 0\\0"), "none")

@@ -10,9 +10,12 @@ from cutlass import Int32
 from cubinery.aot.kernels.common.ptx import Fragment, inline
 
 
-def arrive() -> None:
-    """All lanes of a warp arrive at the cluster's barrier, and release what they wrote."""
-    inline("barrier.cluster.arrive.release.aligned;")
+def arrive_relaxed() -> None:
+    """All lanes of a warp arrive at the cluster's barrier. Releases nothing but what a fence before it has.
+
+    An arrival that releases is a fence of the whole GPU for each warp, ahead of everything that it loads afterwards.
+    """
+    inline("barrier.cluster.arrive.relaxed.aligned;")
 
 
 def wait() -> None:

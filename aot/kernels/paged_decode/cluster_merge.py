@@ -85,7 +85,6 @@ class ClusterMerge(Epilogue):
         """Send this CTA's results once all slices are there, then merge and write the shares that are its own."""
         c = self.config
         self.sync_consumers()
-        cluster.wait()  # every CTA has made its barrier: since long ago, but for a late one
         out_scale = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0 ** (self.format.v_log2 - self.p_log2_scale)
         vectors = c.head_dim // 4
         for index in cutlass.range(tidx, live * vectors, self.consumer_threads, unroll=1):

@@ -217,7 +217,7 @@ class PagedDecodeMma(MmaTile):
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if cutlass.const_expr(c.cluster > 1):
-            cluster.arrive()
+            cluster.arrive_relaxed()  # behind the fence for its barriers
 
         # Each role reads its work item for itself: nothing but indices lives across the split of registers.
         if warp >= c.consumer_warps:
@@ -263,6 +263,8 @@ class PagedDecodeMma(MmaTile):
                     out_scale = load_f32(v_descale, Int64(seq) * v_descale_seq + head * v_descale_head)
                     ptx.store_shared_f32(smem + OUT_SCALE, out_scale)
                 self.sync_consumers()
+                if cutlass.const_expr(c.cluster > 1):
+                    cluster.wait()  # every CTA has made its barriers, before anyone sends; now, while K is on its way
                 place = self.consumer.consume(
                     smem, warp, lane, row0, group_size, (length, tokens, window, key_end), softcap, key_begin,
                     self.num_stages(key_begin, key_end), ring_depth, score_scale,
