@@ -29,15 +29,34 @@ def cluster(decode: PagedDecode, lengths: list[int], **options: Any) -> int:
 
 
 def test_few_short_sequences_get_clusters(make_decode: Make) -> None:
-    """Up to as many clusters, and as long sequences, as were measured to be faster; and nobody asks for splits."""
+    """Up to as many clusters, and as long sequences, as are faster; and no option says how to split, or what comes."""
     decode, _ = make_decode(cluster=None)
     assert cluster(decode, [1]) == cluster(decode, [16384]) == cluster(decode, [8192] * 3) == 16
-    assert cluster(decode, [0, 0]) == cluster(decode, [100], capturable=True) == cluster(decode, [100], pad_to=1) == 16
+    assert cluster(decode, [0, 0]) == 16
     assert cluster(decode, [16385]) == cluster(decode, [8193] * 3) == cluster(decode, [1] * 4) == 1
     assert cluster(decode, [8192], num_q_heads=4, num_kv_heads=1) == 16
     assert cluster(decode, [8193], num_q_heads=4, num_kv_heads=1) == 1
-    for options in ({"max_splits": 1}, {"max_splits": 4}, {"force_splits": 1}, {"pad_to": 2}):
+    for options in (
+        {"max_splits": 1}, {"max_splits": 4}, {"force_splits": 1}, {"pad_to": 1}, {"policy": "thor"},
+        {"min_chunk_tiles": 2}, {"capturable": True},
+    ):  # fmt: skip
         assert cluster(decode, [100], **options) == 1
+
+
+BAD = [
+    {"max_splits": "3"}, {"max_splits": 0}, {"max_splits": True}, {"force_splits": -1}, {"force_splits": None},
+    {"force_splits": "2"}, {"pad_to": None}, {"pad_to": "x"}, {"min_chunk_tiles": 0}, {"min_chunk_tiles": []},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", BAD)
+@pytest.mark.parametrize("asked", [None, 8])
+def test_options_that_cannot_be_are_named(make_decode: Make, asked: int | None, options: dict[str, Any]) -> None:
+    """Whether a plan gets clusters by itself, or because they were asked for."""
+    decode, _ = make_decode(cluster=asked)
+    (name,) = options
+    with pytest.raises(PlanError, match=f"{name} = "):
+        decode.plan([100], **HEADS, **options)
 
 
 def test_a_device_that_holds_too_few_clusters_gets_none(make_decode: Make) -> None:
@@ -63,7 +82,7 @@ def test_a_plan_of_clusters_splits_nothing_and_needs_no_workspace(make_decode: M
 
 def test_updates_keep_the_kernel(make_decode: Make) -> None:
     decode, _ = make_decode(cluster=None)
-    plan = decode.plan([100, 5], **HEADS, capturable=True)
+    plan = decode.plan([100, 5], **HEADS)
     plan.update([100_000, 0])
     assert plan.config.cluster == 16
     assert plan.num_work == 2
@@ -99,6 +118,9 @@ def test_only_mma_has_clusters() -> None:
     for forced in ({"impl": "wgmma"}, {"impl": "tcgen05"}, {"l2_prefetch": 1}):
         with pytest.raises(ConfigError, match=r"cluster = 8 with .*expected 'mma'"):
             select(wanted, ARCHS["sm_110a"], cluster=8, **forced)
+    for wrong in (True, 1.0, "8"):
+        with pytest.raises(ConfigError, match=f"cluster = {wrong!r}"):
+            select(wanted, ARCHS["sm_90a"], cluster=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cluster = 3 is not supported: expected one of 1, 8, 16"):
         select(wanted, ARCHS["sm_90a"], cluster=3)
     wide = Wanted(head_dim=128, page_size=16, kv_format="fp8", group_size=64)
@@ -115,6 +137,17 @@ def test_a_bundle_without_that_kernel_serves_all_plans_with_others(make_decode: 
     assert cluster(less, [100]) == 1
     assert not library.misses
     assert len(driver.loads) == 1
+
+
+def test_preload_loads_it_too(make_decode: Make) -> None:
+    decode, driver = make_decode(cluster=None)
+    assert [key.removeprefix("paged_decode-sm_90a-") for key in decode.keys(4)] == [
+        "mma-d128-p16-kvfp8-t8", "mma-d128-p16-kvfp8-t8-cps1", "mma-d128-p16-kvfp8-t8-cl16", "plan",
+    ]  # fmt: skip
+    decode.preload(4)
+    loaded = len(driver.loads)
+    assert cluster(decode, [100]) == 16
+    assert len(driver.loads) == loaded == 4
 
 
 def test_lengths_are_numbers_of_any_kind(make_decode: Make) -> None:

@@ -140,7 +140,7 @@ def longest(bench: Bench) -> None:
 
 def _split_every_way(bench: Bench, length: int) -> None:
     case = bench.case([length], group=1 if bench.q_len > 1 else 2)
-    for force_splits in (0, 1, 16):
+    for force_splits in (0, 1, 16) if bench.splits else (0,):
         plan = bench.plan(case, force_splits=force_splits)
         assert force_splits in (0, plan.splits.max_splits) or not (bench.plain and bench.splits)
         bench.check(plan, case, *bench.run(plan, case))

@@ -9,9 +9,8 @@ Nothing compiles here, and a kernel that the library lacks is an error that list
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from cubinery.runtime.arch import resolve, served_by
@@ -22,11 +21,21 @@ from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
-from cubinery.runtime.ops.paged_decode.planner import MAX_WORK, Policy, SplitPlan, host_lengths
+from cubinery.runtime.ops.paged_decode.planner import (
+    MAX_WORK,
+    PLAN_OPTIONS,
+    Policy,
+    SplitPlan,
+    check_options,
+    host_lengths,
+)
 from cubinery.runtime.ops.paged_decode.select import ALONE_TILES, Problem, Selection, choose, suits_clusters
 from cubinery.runtime.ops.paged_decode.streams import device_index, raw_stream
 from cubinery.runtime.ops.paged_decode.table import SelectorTable, loads
 from cubinery.runtime.ops.paged_decode.windows import Window, plan_visible
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["PagedDecode", "Plan"]
 
@@ -157,9 +166,9 @@ class PagedDecode:
         those of `planner.plan_splits`. `pad_to` fixes the length of the work list, and `capturable` picks a length
         that suits the batch: such a plan launches the same grid whatever its lengths, so a captured graph
         stays valid across `Plan.update`. Few sequences may get a kernel of their own, which the plan's updates keep:
-        `Selection.clustered` where each can have a cluster for every KV head at once and none is long (it splits none),
-        `Selection.alone` where an SM gets one CTA at most. The plan's arrays travel to the device in order on `stream`
-        (the current one by default), without waiting.
+        `Selection.clustered` where each can have a cluster for every KV head at once, none is long, and no option says
+        how to split or that lengths will change; `Selection.alone` where an SM gets one CTA at most. The plan's arrays
+        travel to the device in order on `stream` (the current one by default), without waiting.
 
         Raises PlanError, ConfigError, KernelNotFoundError; CaptureError during a graph capture.
         """
@@ -183,8 +192,8 @@ class PagedDecode:
         raw = raw_stream(self.torch_device, stream)
         if config.cluster > 1:
             self._check_clusters(config, options, raw)
-        elif self._suits_clusters(selection, lengths, options, raw):
-            config = selection.clustered or config
+        elif (policy, max_splits, force_splits, min_chunk_tiles, pad_to, capturable) == (None, None, 0, 1, 0, False):
+            config = self._clustered(selection, lengths, ctas, raw) or config
         if config.cluster > 1:
             own = options | {"max_splits": 1, "force_splits": 0, "pad_to": pad_to or capturable * len(lengths)}
             return Plan(self, config, lengths, num_q_heads, num_kv_heads, own, raw)
@@ -207,24 +216,24 @@ class PagedDecode:
             options["pad_to"] = max(len(lengths), min(len(lengths) + spare, MAX_WORK))
         return Plan(self, config, lengths, num_q_heads, num_kv_heads, options, raw, splits)
 
-    def _suits_clusters(self, selection: Selection, lengths: np.ndarray, options: dict[str, Any], raw: int) -> bool:
-        """Whether the selection's kernel of clusters is there, the batch small enough, and nobody asks for splits."""
-        config = selection.clustered
-        if config is None or options["max_splits"] is not None or options["force_splits"]:
-            return False
-        clusters = len(lengths) * options["num_kv_heads"] * options["q_tiles"]
-        tiles = -(-int(lengths.max(initial=0)) // TILE_KEYS)
-        if not suits_clusters(clusters, tiles) or options["pad_to"] > len(lengths) or not self._held(config):
-            return False
-        return bool(self.kernel(config, stream=raw).max_clusters >= clusters)
+    def _clustered(self, selection: Selection, lengths: np.ndarray, ctas: int, raw: int) -> DecodeConfig | None:
+        """The selection's kernel of clusters, if it is there and the batch is small enough for it."""
+        config, clusters = selection.clustered, len(lengths) * ctas
+        if config is None or not suits_clusters(clusters, -(-int(lengths.max()) // TILE_KEYS)):
+            return None
+        if not self._held(config) or self.kernel(config, stream=raw).max_clusters < clusters:
+            return None
+        return config
 
     def _check_clusters(self, config: DecodeConfig, options: dict[str, Any], raw: int) -> None:
         """A kernel of clusters that was asked for can do what else was. Raises PlanError."""
-        for name, most in (("max_splits", 1), ("force_splits", 1)):
-            if (options[name] or 0) > most:
+        given = options | {"max_splits": 1 if options["max_splits"] is None else options["max_splits"]}
+        check_options(*(given[name] for name in PLAN_OPTIONS))
+        for name in ("max_splits", "force_splits"):
+            if given[name] > 1:
                 raise PlanError(
-                    f"{name} = {options[name]!r} with cluster = {config.cluster}: expected none, since a cluster "
-                    "shares a whole sequence; leave it out, or ask for cluster = 1"
+                    f"{name} = {given[name]} with cluster = {config.cluster}: expected none, since a cluster shares a "
+                    "whole sequence; leave it out, or ask for cluster = 1"
                 )
         if not self.kernel(config, stream=raw).max_clusters:
             raise PlanError(

@@ -160,11 +160,7 @@ def plan_splits(
         raise PlanError(f"policy = {policy!r}: expected one of {', '.join(POLICIES)}")
     if max_splits is None:
         max_splits = DEFAULT_MAX_SPLITS[policy]
-    options = (num_kv_heads, q_tiles, sm_count, ctas_per_sm, max_splits, force_splits, min_chunk_tiles, pad_to)
-    try:
-        _check_options(*options)
-    except TypeError:  # something without a hash, which is no integer either
-        _check_options.__wrapped__(*options)
+    check_options(num_kv_heads, q_tiles, sm_count, ctas_per_sm, max_splits, force_splits, min_chunk_tiles, pad_to)
     lengths = seq_lens if checked else host_lengths(seq_lens)
     tiles = np.maximum((lengths + (TILE_KEYS - 1)) >> _TILE_SHIFT, 1)
     if max(pad_to, len(tiles)) > MAX_WORK:
@@ -196,6 +192,20 @@ def plan_splits(
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+PLAN_OPTIONS = (
+    "num_kv_heads", "q_tiles", "sm_count", "ctas_per_sm", "max_splits", "force_splits", "min_chunk_tiles", "pad_to",
+)  # fmt: skip
+"""Options of `plan_splits` that are numbers, in the order of `check_options`."""
+
+
+def check_options(*options: Any) -> None:
+    """Raise PlanError for PLAN_OPTIONS that are no integers, or too small, or too large."""
+    try:
+        _check_options(*options)
+    except TypeError:  # something without a hash, which is no integer either
+        _check_options.__wrapped__(*options)
 
 
 @lru_cache(maxsize=256, typed=True)  # steps of one model differ in their lengths alone; typed, as True equals 1

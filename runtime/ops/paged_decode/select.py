@@ -253,10 +253,10 @@ def _by_rules(
         raise ConfigError(
             f"paged_decode: {name} = {value!r} with impl = {impl!r}: expected 'tcgen05', whose axis it is"
         )
-    if cluster not in (None, 1):
-        if knobs or impl not in (None, MmaConfig.impl):
-            other = f"{next(iter(knobs))} given" if knobs else f"impl = {impl!r}"
-            raise ConfigError(f"paged_decode: cluster = {cluster!r} with {other}: expected 'mma', whose axis it is")
+    if cluster not in (None, 1) and (knobs or impl not in (None, MmaConfig.impl)):
+        other = f"{next(iter(knobs))} given" if knobs else f"impl = {impl!r}"
+        raise ConfigError(f"paged_decode: cluster = {cluster!r} with {other}: expected 'mma', whose axis it is")
+    if cluster is not None and (cluster != 1 or type(cluster) is not int):  # whose axis says what is wrong
         return _first_that_fits(_mma(problem, row_tile, ctas_per_sm, pdl, cluster), arch)
     if impl == WgmmaConfig.impl:
         return _first_that_fits(_wgmma(problem, row_tile, ctas_per_sm, pdl), arch)
