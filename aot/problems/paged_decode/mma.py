@@ -31,7 +31,7 @@ def check(subject: Subject) -> Finding:
 
 
 def lengths(config: MmaConfig, arch: str) -> tuple[int, ...]:
-    """Keys of each sequence: enough for each chunk, or CTA of a cluster, to go around its ring; none; less than a tile."""
+    """Keys of each sequence: enough for each chunk (or CTA of a cluster) to go around its ring, none, and a few."""
     stages = config.stages(resolve(arch)) // 2 + 2  # the ring holds K and V
     tiles = -(-stages * config.stage_keys // TILE_KEYS)
     return max(SPLITS, config.cluster) * tiles * TILE_KEYS + 44, 0, 77
