@@ -88,11 +88,11 @@ gpu-test:  ## Run the GPU tests against BUNDLE=... (needs no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 sanitize:  ## Run compute-sanitizer's four tools over the kernels of BUNDLE=... (needs a GPU, no compiler)
-	@for tool in memcheck racecheck synccheck initcheck; do \
+	@failed=0; for tool in memcheck racecheck synccheck initcheck; do \
 	  echo "compute-sanitizer --tool $$tool"; \
 	  PYTHONPATH=src compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 9 \
-	    $(PYTHON) tests/gpu/sanitize.py $(BUNDLE) || exit $$?; \
-	done
+	    $(PYTHON) tests/gpu/sanitize.py $(BUNDLE) || { echo "$$tool failed"; failed=1; }; \
+	done; exit $$failed
 
 # build/proof-sim: python -m proof.build, see docs/results/blackwell.md. What its results hold is not run again.
 proof: $(STAMP)  ## Run the written edge cases on the simulator over every decode of BUNDLE=... that keeps its PTX

@@ -174,6 +174,8 @@ def test_random_problems(gpu: Gpu, seed: int) -> None:
     }
     if rng.random() < 0.3:
         plan_options["max_splits"] = int(rng.choice([1, 2, 5]))
+    if config.cluster > 1:
+        plan_options |= {"force_splits": 0, "max_splits": None}
     run_options: dict[str, Any] = {}
     for name in ("q_descale", "k_descale", "v_descale"):
         shape = [None, (1,), (h_k,), (len(case.lengths), h_k)][int(rng.integers(4))]

@@ -16,7 +16,7 @@ from decode_problem import Problem
 from fake_driver import FakeDriver, write_bundle
 from host_kernels import HostKernels
 
-from cubinery.runtime.errors import ConfigError, PlanError
+from cubinery.runtime.errors import CaptureError, ConfigError, PlanError
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
@@ -154,3 +154,12 @@ def test_lengths_are_numbers_of_any_kind(make_decode: Make) -> None:
     decode, _ = make_decode(cluster=None)
     for lengths in (np.array([16384]), torch.tensor([16384]), np.array([16384], np.uint16)):
         assert decode.plan(lengths, **HEADS).config.cluster == 16
+
+
+@pytest.mark.parametrize("asked", [None, 8])
+def test_planning_during_a_capture_is_named_whatever_is_loaded(make_decode: Make, asked: int | None) -> None:
+    decode, driver = make_decode(cluster=asked)
+    driver.capturing.add(7)
+    with pytest.raises(CaptureError, match="plan copies from the host"):
+        decode.plan([100], **HEADS, stream=7)
+    assert not driver.loads

@@ -174,13 +174,13 @@ class MmaConfig(DecodeConfig):
 
     @property
     def merge_bytes(self) -> int:
-        """Bytes of the ring that hold every warp's O once the last stage has been read."""
+        """Bytes that hold every warp's O: of the ring, once its last stage was read, or behind it (`slices_beside`)."""
         return 4 * self.merge_pitch * self.row_tile * self.key_warps
 
     SHARE_COLUMNS: ClassVar[int] = 32
     """Columns of a row that a CTA of a cluster merges at once."""
     SHARE_PITCH: ClassVar[int] = 144
-    """Bytes from one part of a share (its columns, m and l in fp32) to the next, in 16-byte units."""
+    """Bytes from one part of a share to the next: its columns, m and l in fp32, up to a multiple of 16."""
 
     @property
     def share_slots(self) -> int:
@@ -194,13 +194,13 @@ class MmaConfig(DecodeConfig):
 
     def slices_beside(self, arch: Arch) -> bool:
         """Whether a CTA of a cluster has room for every warp's O beside the ring: none then waits to put it there."""
-        return self.cluster > 1 and self._ring_bytes(arch) - self.merge_bytes >= 4 * self.stage_bytes
+        return self.cluster > 1 and self._room(arch) - self.merge_bytes >= 4 * self.stage_bytes
 
     def cluster_bytes(self, arch: Arch) -> int:
         """Shared memory behind the ring: the inbox, and the warps' O where that fits."""
         return self.inbox_bytes + self.slices_beside(arch) * self.merge_bytes
 
-    def _ring_bytes(self, arch: Arch) -> int:
+    def _room(self, arch: Arch) -> int:
         """What buffers that are always there leave of the shared memory."""
         return arch.smem_budget(self.ctas_per_sm) - self.FIXED_SMEM - self.q_bytes - self.inbox_bytes
 
@@ -209,7 +209,7 @@ class MmaConfig(DecodeConfig):
 
     def stages(self, arch: Arch) -> int:
         """Ring stages that fit beside the other buffers, at most MOST_STAGES."""
-        room = self._ring_bytes(arch) - self.slices_beside(arch) * self.merge_bytes
+        room = self._room(arch) - self.slices_beside(arch) * self.merge_bytes
         return min(MOST_STAGES, room // self.stage_bytes)
 
     def ring_depth(self, arch: Arch, ctas: int) -> int:

@@ -19,7 +19,7 @@ from cubinery.runtime.kernel import Kernel
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
-from cubinery.runtime.ops.paged_decode.plan import Plan
+from cubinery.runtime.ops.paged_decode.plan import Plan, check_not_capturing
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 from cubinery.runtime.ops.paged_decode.planner import (
     MAX_WORK,
@@ -190,6 +190,7 @@ class PagedDecode:
             "lone_tile_cost": selection.lone_tile_cost,
         }  # fmt: skip
         raw = raw_stream(self.torch_device, stream)
+        check_not_capturing(self.library.driver, "plan", raw)
         if config.cluster > 1:
             self._check_clusters(config, options, raw)
         elif (policy, max_splits, force_splits, min_chunk_tiles, pad_to, capturable) == (None, None, 0, 1, 0, False):

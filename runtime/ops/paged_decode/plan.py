@@ -12,6 +12,7 @@ import numpy as np
 import torch  # noqa: TID253 - only op.py imports this module
 
 from cubinery.runtime import process
+from cubinery.runtime.driver import Driver
 from cubinery.runtime.errors import ArgumentError, CaptureError, PlanError
 from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.calls import UNKNOWN, Call, Recent
@@ -49,7 +50,6 @@ class Plan:
         self.decode, self.config = decode, config
         self._driver = decode.library.driver
         self._generation, self._alive = process.generation, process.alive
-        self._check_not_capturing("plan", stream)
         self.shape = tensors.Shape(
             len(lengths), decode.q_len, num_q_heads, num_kv_heads, decode.head_dim, decode.page_size,
             decode.kv_format, decode.q_dtype, decode.torch_device, config.kv_align,
@@ -145,7 +145,7 @@ class Plan:
         runs the plan. Raises PlanError, and changes nothing, if the new plan does not fit.
         """
         raw = raw_stream(self.decode.torch_device, stream)
-        self._check_not_capturing("update", raw)
+        check_not_capturing(self._driver, "update", raw)
         lengths = host_lengths(seq_lens)
         if len(lengths) != self.num_seqs:
             raise PlanError(f"seq_lens has {len(lengths)} sequences: expected {self.num_seqs}, as this plan was made")
@@ -495,12 +495,14 @@ class Plan:
         self._upload.order(raw, self._workspace, *self._counters.values())
         self._ordered = raw
 
-    def _check_not_capturing(self, what: str, stream: int) -> None:
-        if self._driver.is_capturing(stream):
-            raise CaptureError(
-                f"{what} copies from the host, which a graph must not repeat: plan before the capture, and call "
-                "update before each replay"
-            )
+
+def check_not_capturing(driver: Driver, what: str, stream: int) -> None:
+    """Raise CaptureError if a graph capture is under way on a stream; `what` is what copies from the host."""
+    if driver.is_capturing(stream):
+        raise CaptureError(
+            f"{what} copies from the host, which a graph must not repeat: plan before the capture, and call "
+            "update before each replay"
+        )
 
 
 def _is_dense(x: Any) -> bool:

@@ -46,7 +46,7 @@ def problem(config: MmaConfig, lengths: list[int], **heads: int) -> Problem:
 
 @pytest.mark.parametrize("schedule", ["fair:0", "delays:1", "priorities:1", "late:1"])
 def test_row_tiles_of_sequences_that_leave_ctas_without_keys(simulated: Simulated, schedule: str) -> None:
-    """No key; one tile, for one CTA; two and a bit, for three; more than a tile each. The last row tile is half full."""
+    """No key; one tile, for one CTA; two and a bit, for three; a tile or two each. The last row tile is half full."""
     assert BESIDE.slices_beside(resolve(simulated.arch))
     simulated.driver.schedule = partial(named, schedule)
     o, lse = simulated.check(BESIDE, problem(BESIDE, [0, 17, 300, 1100], h_q=12, h_k=1))
