@@ -46,6 +46,7 @@ def test_few_short_sequences_get_clusters(make_decode: Make) -> None:
 BAD = [
     {"max_splits": "3"}, {"max_splits": 0}, {"max_splits": True}, {"force_splits": -1}, {"force_splits": None},
     {"force_splits": "2"}, {"pad_to": None}, {"pad_to": "x"}, {"min_chunk_tiles": 0}, {"min_chunk_tiles": []},
+    {"force_splits": np.array([1, 2])}, {"pad_to": np.array([1, 2])},
 ]  # fmt: skip
 
 

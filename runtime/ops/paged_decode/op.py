@@ -193,10 +193,16 @@ class PagedDecode:
         check_not_capturing(self.library.driver, "plan", raw)
         if config.cluster > 1:
             self._check_clusters(config, options, raw)
-        elif (policy, max_splits, force_splits, min_chunk_tiles, pad_to, capturable) == (None, None, 0, 1, 0, False):
+        elif not capturable and _are(
+            (policy, max_splits, force_splits, min_chunk_tiles, pad_to), (None, None, 0, 1, 0)
+        ):
             config = self._clustered(selection, lengths, ctas, raw) or config
         if config.cluster > 1:
-            own = options | {"max_splits": 1, "force_splits": 0, "pad_to": pad_to or capturable * len(lengths)}
+            own = options | {
+                "max_splits": 1,
+                "force_splits": 0,
+                "pad_to": pad_to or (len(lengths) if capturable else 0),
+            }
             return Plan(self, config, lengths, num_q_heads, num_kv_heads, own, raw)
         window = Window(self.window or 0, self.q_len)
         splits: SplitPlan | None = None
@@ -257,3 +263,8 @@ class PagedDecode:
         return self.library.kernel(
             self.library.key_for(PlanConfig(), self.device), self.device, role="plan", stream=stream
         )
+
+
+def _are(values: tuple[Any, ...], defaults: tuple[Any, ...]) -> bool:
+    """Whether values are these defaults, and no others that equal them."""
+    return all(type(x) is type(y) and x == y for x, y in zip(values, defaults, strict=True))
