@@ -158,7 +158,7 @@ class SimDriver:
 
     def max_clusters(self, kernel: SimKernel, config: LaunchConfig) -> int:
         """By SMs and the shared memory of a CTA; which SMs are neighbours is not known here."""
-        ctas = self._chip.sms * max(1, self._chip.smem_per_sm // max(1, config.dynamic_smem + SMEM_RESERVED_PER_CTA))
+        ctas = self._chip.sms * max(1, self._chip.smem_per_sm // (config.dynamic_smem + SMEM_RESERVED_PER_CTA))
         return ctas // math.prod(config.cluster)
 
     def encode_tensor_map(

@@ -10,6 +10,7 @@ import torch
 from gpu.problems import same_bits
 from gpu.running import Gpu, check, run
 from gpu.test_graphs import STEPS, Captured, with_lengths
+from gpu.test_streams import run_at_once
 
 from cubinery.runtime.errors import PlanError
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
@@ -98,18 +99,7 @@ def test_launches_on_two_streams_at_once(gpu: Gpu, kv_format: str) -> None:
     """Clusters of two grids compete for the same SMs; nobody waits for what the other keeps away."""
     cases = [gpu.case([3000, 17, 900, 2000], kv_format=kv_format, h_q=16, h_k=2, seed=seed) for seed in (1, 2)]
     plans = [gpu.plan(case, SIXTEEN) for case in cases]
-    expected = [run(plan, case) for plan, case in zip(plans, cases, strict=True)]
-    streams = [torch.cuda.Stream() for _ in cases]
-    found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[], []]
-    gpu.synchronize()
-    for _ in range(100):
-        for plan, case, stream, into in zip(plans, cases, streams, found, strict=True):
-            with torch.cuda.stream(stream):
-                into.append(plan.run(*case.tensors))
-    gpu.synchronize()
-    for results, (out, lse), plan, case in zip(found, expected, plans, cases, strict=True):
-        check(plan, case, out, lse)
-        assert all(same_bits(o, out) and same_bits(s, lse) for o, s in results)
+    run_at_once(gpu, plans, cases, 100)
 
 
 def test_a_cluster_does_not_split(gpu: Gpu) -> None:

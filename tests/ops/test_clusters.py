@@ -119,9 +119,10 @@ def test_only_mma_has_clusters() -> None:
     for forced in ({"impl": "wgmma"}, {"impl": "tcgen05"}, {"l2_prefetch": 1}):
         with pytest.raises(ConfigError, match=r"cluster = 8 with .*expected 'mma'"):
             select(wanted, ARCHS["sm_110a"], cluster=8, **forced)
-    for wrong in (True, 1.0, "8"):
+    wrongs: tuple[Any, ...] = (True, 1.0, "8")
+    for wrong in wrongs:
         with pytest.raises(ConfigError, match=f"cluster = {wrong!r}"):
-            select(wanted, ARCHS["sm_90a"], cluster=wrong)  # type: ignore[arg-type]
+            select(wanted, ARCHS["sm_90a"], cluster=wrong)
     with pytest.raises(ConfigError, match="cluster = 3 is not supported: expected one of 1, 8, 16"):
         select(wanted, ARCHS["sm_90a"], cluster=3)
     wide = Wanted(head_dim=128, page_size=16, kv_format="fp8", group_size=64)

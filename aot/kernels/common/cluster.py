@@ -1,6 +1,7 @@
 """Clusters of CTAs: their barrier, and stores into each other's shared memory. From sm_90 on.
 
-An address of this CTA's shared memory names the same place in another's once `in_cta` has mapped it.
+An address of this CTA's shared memory names the same place in another's once `in_cta` has mapped it. Who waits for
+what others send acquires it with `ptx.mbarrier_wait(..., scope="cluster")`.
 """
 
 from __future__ import annotations
@@ -43,14 +44,4 @@ def send_f32x4(address: Int32, values: Fragment, barrier: Int32) -> None:
     inline(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
         read_only_args=[address, *values, barrier],
-    )
-
-
-def mbarrier_wait(barrier: Int32, parity: Int32) -> None:
-    """Block until the phase of this parity has completed, and acquire what the cluster's CTAs sent."""
-    inline(
-        "{ .reg .pred done; "
-        "WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1}; "
-        "@!done bra WAIT; }",
-        read_only_args=[barrier, parity],
     )

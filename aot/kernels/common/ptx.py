@@ -465,19 +465,19 @@ def mbarrier_arrive(barrier: Int32) -> None:
     inline("mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier])
 
 
-def mbarrier_arrive_expect_tx(barrier: Int32, nbytes: int) -> None:
-    """One arrival that also makes the phase wait for `nbytes` of bulk copies."""
+def mbarrier_arrive_expect_tx(barrier: Int32, nbytes: int | Int32) -> None:
+    """One arrival that also makes the phase wait for `nbytes` of bulk copies, or of what a cluster sends."""
     inline(
         "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [{$r0}], {$r1};",
         read_only_args=[barrier, Int32(nbytes)],
     )
 
 
-def mbarrier_wait(barrier: Int32, parity: Int32) -> None:
-    """Block until the phase of this parity has completed."""
+def mbarrier_wait(barrier: Int32, parity: Int32, *, scope: str = "cta") -> None:
+    """Block until the phase of this parity has completed, and acquire what `scope` released to it."""
     inline(
         "{ .reg .pred done; "
-        "WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [{$r0}], {$r1}; "
+        f"WAIT: mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [{{$r0}}], {{$r1}}; "
         "@!done bra WAIT; }",
         read_only_args=[barrier, parity],
     )

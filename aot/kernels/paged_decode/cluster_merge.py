@@ -101,7 +101,7 @@ class ClusterMerge(Epilogue):
                 address, barrier = self.destination(smem, rank, row * self.row_shares + piece)
                 cluster.send_f32x2(address + STATS, stats, barrier)
         for slot in cutlass.range(warp, self.own_shares(rank, live), c.consumer_warps, unroll=1):
-            cluster.mbarrier_wait(smem + INBOX_FULL, Int32(0))
+            ptx.mbarrier_wait(smem + INBOX_FULL, Int32(0), scope="cluster")
             parts = smem + self.inbox + slot * c.SHARE_PITCH
             self.merge_share(smem, parts, slot * c.cluster + rank, lane, row0, group_size, scale_o, target)
 

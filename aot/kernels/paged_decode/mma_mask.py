@@ -136,6 +136,6 @@ class Mask(MmaTile):
         """(maximum, sum, factor for O) of a row in units of the LSE once its sink has joined the sum."""
         sink = ptx.load_shared_f32(smem + ROW_RESULT + tidx * 8)
         new = cute.arch.fmax(peak, sink)
-        base = cutlass.select_(new == NEG_INF, Float32(0.0), new)
+        base = self.base(new)
         shrink = ptx.exp2((peak - base) * LOG2E)
         return new, total * shrink + ptx.exp2((sink - base) * LOG2E), shrink

@@ -43,7 +43,7 @@ class Epilogue(MmaTile):
             peak = Float32(NEG_INF)
             for k in cutlass.range_constexpr(c.key_warps):
                 peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, rows[j])))
-            base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
+            base = self.base(peak)
             factor = ptx.exp2((m[j] - base) * exp_scale[j])
             target = smem + self.ring + ((key_group * c.row_tile + rows[j]) * self.o_pad) * 4
             target += col_group * (self.o_columns * 4)
@@ -77,7 +77,7 @@ class Epilogue(MmaTile):
         peak = Float32(NEG_INF)
         for k in range(c.key_warps):
             peak = cute.arch.fmax(peak, ptx.load_shared_f32(self.stats(smem, k, row)))
-        base = cutlass.select_(peak == NEG_INF, Float32(0.0), peak)
+        base = self.base(peak)
         total = Float32(0.0)
         for k in range(c.key_warps):
             m = ptx.load_shared_f32(self.stats(smem, k, row))

@@ -19,7 +19,7 @@ from cubinery.runtime.kernel import Kernel
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
-from cubinery.runtime.ops.paged_decode.plan import Plan, check_not_capturing
+from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 from cubinery.runtime.ops.paged_decode.planner import (
     MAX_WORK,
@@ -30,7 +30,7 @@ from cubinery.runtime.ops.paged_decode.planner import (
     host_lengths,
 )
 from cubinery.runtime.ops.paged_decode.select import ALONE_TILES, Problem, Selection, choose, suits_clusters
-from cubinery.runtime.ops.paged_decode.streams import device_index, raw_stream
+from cubinery.runtime.ops.paged_decode.streams import check_not_capturing, device_index, raw_stream
 from cubinery.runtime.ops.paged_decode.table import SelectorTable, loads
 from cubinery.runtime.ops.paged_decode.windows import Window, plan_visible
 

@@ -12,14 +12,13 @@ import numpy as np
 import torch  # noqa: TID253 - only op.py imports this module
 
 from cubinery.runtime import process
-from cubinery.runtime.driver import Driver
 from cubinery.runtime.errors import ArgumentError, CaptureError, PlanError
 from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.calls import UNKNOWN, Call, Recent
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
 from cubinery.runtime.ops.paged_decode.planner import SplitPlan, host_lengths
-from cubinery.runtime.ops.paged_decode.streams import Upload, current_stream, on_stream, raw_stream
+from cubinery.runtime.ops.paged_decode.streams import Upload, check_not_capturing, current_stream, on_stream, raw_stream
 from cubinery.runtime.ops.paged_decode.windows import Window, plan_visible
 
 if TYPE_CHECKING:
@@ -494,15 +493,6 @@ class Plan:
             return  # an event from outside may not enter a capture; whoever replays orders it after the update
         self._upload.order(raw, self._workspace, *self._counters.values())
         self._ordered = raw
-
-
-def check_not_capturing(driver: Driver, what: str, stream: int) -> None:
-    """Raise CaptureError if a graph capture is under way on a stream; `what` is what copies from the host."""
-    if driver.is_capturing(stream):
-        raise CaptureError(
-            f"{what} copies from the host, which a graph must not repeat: plan before the capture, and call "
-            "update before each replay"
-        )
 
 
 def _is_dense(x: Any) -> bool:

@@ -14,7 +14,8 @@ import numpy as np
 import torch  # noqa: TID253 - only op.py imports this module
 from numpy.typing import NDArray
 
-from cubinery.runtime.errors import ArgumentError
+from cubinery.runtime.driver import Driver
+from cubinery.runtime.errors import ArgumentError, CaptureError
 from cubinery.runtime.library import Library
 
 _cuda: Any = torch.cuda  # partly untyped
@@ -117,3 +118,12 @@ class Upload:
         for tensor in (self.tensor, *tensors):
             if tensor is not None:
                 tensor.record_stream(stream)
+
+
+def check_not_capturing(driver: Driver, what: str, stream: int) -> None:
+    """Raise CaptureError if a graph capture is under way on a stream; `what` is what copies from the host."""
+    if driver.is_capturing(stream):
+        raise CaptureError(
+            f"{what} copies from the host, which a graph must not repeat: plan before the capture, and call "
+            "update before each replay"
+        )
