@@ -93,25 +93,35 @@ class HostKernels:
         self.num_seqs, self.row_tile, self.q_len, self.causal = num_seqs, row_tile, q_len, causal
         self.backwards = False
         """Work items end in reverse order, so that another chunk of a sequence is the last."""
+        self.expected_keys: list[int] = []
+        """What each launch of a kernel of clusters said of its sequences."""
 
     def __call__(self, launch: Launch) -> None:
         (plan if is_plan(launch) else self.decode)(launch)
 
     def decode(self, launch: Launch) -> None:
         """Every work item of every KV head; who completes a count merges."""
-        v, (row_ctas, heads, num_work) = launch.values, launch.grid
+        v, (row_ctas, heads, depth) = launch.values, launch.grid
         q_tiles = row_ctas // launch.config.cluster[0]
         d = v["k_map"].extents[0]
         assert heads == v["num_kv_heads"] == v["k_map"].extents[2]
         assert q_tiles == -(-v["n_q"] // self.row_tile)
         assert v["num_pages"] == v["k_map"].extents[3]
-        items = packed(v["work"], (num_work, 8), np.int32).tolist()
+        if "lengths" in v:  # a cluster shares the sequence that has its number
+            assert depth == self.num_seqs
+            lengths = packed(v["lengths"], (depth,), np.int32).tolist()
+            items = [[seq, 0, length, length, 0, 1, 0, 0] for seq, length in enumerate(lengths)]
+            self.expected_keys.append(v["expected_keys"])
+            # The kernel looks pages up as far as this says, before it knows better.
+            room = v["block_table_stride"] * v["k_map"].extents[1]
+            assert v["expected_keys"] <= room, "the block table has no room for what the launch expects"
+        else:
+            items = packed(v["work"], (depth, 8), np.int32).tolist()
         for item in reversed(items) if self.backwards else items:
             if item[0] < 0:
                 assert item == [-1] * 8
                 continue
             n_splits, first_slot = item[5:7]
-            assert n_splits == 1 or q_tiles == row_ctas, "a cluster shares a whole sequence"
             for head in range(heads):
                 self.chunk(v, item, head, d)
                 first_counter = v["counters"] + 4 * (first_slot * heads + head) * q_tiles

@@ -95,6 +95,17 @@ def test_a_graph_follows_updates_in_place(gpu: Gpu, kv_format: str) -> None:
 
 
 @FORMATS
+def test_a_launch_may_expect_other_lengths_than_there_are(gpu: Gpu, kv_format: str) -> None:
+    """A captured launch still names the keys that sequences had; where that is wrong, pages are looked up again."""
+    case = gpu.case([2000] * 3, kv_format=kv_format, h_q=8, h_k=1)
+    captured = Captured(gpu.plan(case, SIXTEEN, capturable=True), case)
+    for lengths in ([2000] * 3, [2000, 1, 700], [1999] * 3, [128] * 3, [0, 0, 2000], [0] * 3, [1920, 1921, 1919]):
+        captured.plan.update(lengths)
+        ((out, lse),) = captured.replay()
+        check(captured.plan, with_lengths(case, lengths), out, lse)
+
+
+@FORMATS
 def test_launches_on_two_streams_at_once(gpu: Gpu, kv_format: str) -> None:
     """Clusters of two grids compete for the same SMs; nobody waits for what the other keeps away."""
     cases = [gpu.case([3000, 17, 900, 2000], kv_format=kv_format, h_q=16, h_k=2, seed=seed) for seed in (1, 2)]

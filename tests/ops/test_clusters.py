@@ -89,6 +89,37 @@ def test_updates_keep_the_kernel(make_decode: Make) -> None:
     assert plan.num_work == 2
 
 
+def test_a_launch_says_how_many_keys_it_expects(make_decode: Make) -> None:
+    """All sequences' length where they have one, after updates too; the block table always has room for it."""
+    p = Problem([300, 300, 300], np.random.default_rng(0), torch)
+    decode, driver = make_decode(cluster=None)
+    driver.on_launch = kernels = HostKernels(3, 8, 1, True)
+    plan = decode.plan([300, 300, 300], **p.heads)
+    assert plan.config.cluster == 16
+    for lengths, expected in (
+        (None, 300), ([5, 5, 5], 5), ([5, 6, 5], 0), ([0, 0, 0], 0), ([300, 300, 300], 300), ([299, 300, 300], 0),
+    ):  # fmt: skip
+        if lengths is not None:
+            plan.update(lengths)
+        plan.run(*p.tensors)
+        assert kernels.expected_keys.pop() == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"pad_to": 5}])
+def test_clusters_go_by_sequence_not_by_work_item(make_decode: Make, options: dict[str, Any]) -> None:
+    """Plans list the longest first, and may be padded; a cluster has the number of its sequence."""
+    p = Problem([5, 300, 40], np.random.default_rng(0), torch)
+    decode, driver = make_decode(cluster=16)
+    driver.on_launch = HostKernels(3, 8, 1, True)
+    plan = decode.plan(p.lengths, **p.heads, **options)
+    o, lse = plan.run(*p.tensors)
+    assert driver.launches[-1].grid == (16, p.h_k, 3)
+    single, other = make_decode(cluster=1)
+    other.on_launch = HostKernels(3, 8, 1, True)
+    expected = single.plan(p.lengths, **p.heads, force_splits=1).run(*p.tensors)
+    assert all(torch.equal(a, b) for a, b in zip((o, lse), expected, strict=True))
+
+
 def test_a_cluster_that_is_asked_for_serves_every_plan(make_decode: Make) -> None:
     decode, driver = make_decode(cluster=8)
     plans = [

@@ -216,6 +216,22 @@ def reciprocal(x: Float32) -> Float32:
     return inline("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+def log2(x: Float32) -> Float32:
+    """log2 of x, approximate: 2**-22 absolute near 1, else relative; -inf for 0."""
+    return inline("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def here(x: Any) -> Any:
+    """The same integer. What it depends on is computed before, what depends on it after, whatever the compiler thinks.
+
+    It keeps from living in registers across a loop what is cheap to compute again behind it, and from being put off
+    behind a wait what can be computed before.
+    """
+    kind = type(x)
+    width = 64 if kind is Int64 else 32
+    return inline(f"mov.b{width} " + "{$w0}, {$r0};", write_only_types=[kind], read_only_args=[x])
+
+
 def float_bits(x: Float32) -> Int32:
     """The bits of an fp32 value."""
     return inline("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])

@@ -8,6 +8,7 @@ their counter and the last CTA's loads take, no workspace, and no CTA that merge
 
 from __future__ import annotations
 
+import math
 import operator
 from functools import reduce
 
@@ -15,10 +16,18 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from cubinery.aot.kernels.common import cluster, ptx
-from cubinery.aot.kernels.common.memory import store_f32
 from cubinery.aot.kernels.paged_decode.mma_store import Epilogue
-from cubinery.aot.kernels.paged_decode.mma_tile import INBOX_FULL, LOG2E, NEG_INF, OUT_SCALE, ROW_RESULT
-from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, MmaConfig
+from cubinery.aot.kernels.paged_decode.mma_tile import (
+    INBOX_FULL,
+    LOG2E,
+    OUT_SCALE,
+    ROW_RESULT,
+    SCORE_SCALE,
+    SLICES_BARRIER,
+)
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
+
+LN2 = math.log(2.0)
 
 LANES = MmaConfig.SHARE_COLUMNS // 4
 """Lanes of a warp that take the columns of a share, four each; every such group takes the parts of other CTAs."""
@@ -36,16 +45,6 @@ class ClusterMerge(Epilogue):
         """The barrier of what will come, made with the others."""
         if lane == 0:
             ptx.mbarrier_init(smem + INBOX_FULL, 1)
-
-    def chunk(self, rank, key_begin, key_end):
-        """This CTA's run of a work item's tiles; runs differ by one tile at most, and may be empty."""
-        size = self.config.cluster
-        tiles = (key_end - key_begin + (TILE_KEYS - 1)) // TILE_KEYS
-        each = tiles // size
-        longer = tiles - each * size  # so many CTAs take a tile more
-        begin = key_begin + (rank * each + cutlass.min(rank, longer)) * TILE_KEYS
-        tiles = each + cutlass.select_(rank < longer, Int32(1), Int32(0))
-        return begin, cutlass.max(begin, cutlass.min(key_end, begin + tiles * TILE_KEYS))
 
     @cute.jit
     def expect(self, smem, tidx, rank, live):
@@ -79,31 +78,55 @@ class ClusterMerge(Epilogue):
                 ptx.store_shared_f32s(target + self.format.merge_offset(first + step), values)
 
     @cute.jit
-    def merge(
-        self, smem, tidx, warp, lane, rank, row0, live, num_live, group_size, score_scale, softcap, scale_o, target
-    ):  # fmt: skip
-        """Send this CTA's results once all slices are there, then merge and write the shares that are its own."""
+    def send(self, smem, tidx, rank, live, softcap):
+        """Send this CTA's results of O to those that merge them, once all slices are there.
+
+        By all its threads: those that load are done by then.
+        """
         c = self.config
-        self.sync_consumers()
+        cute.arch.barrier(barrier_id=SLICES_BARRIER, number_of_threads=c.threads)
         out_scale = ptx.load_shared_f32(smem + OUT_SCALE) * 2.0 ** (self.format.v_log2 - self.p_log2_scale)
+        score_scale = ptx.load_shared_f32(smem + SCORE_SCALE)
         vectors = c.head_dim // 4
-        for index in cutlass.range(tidx, live * vectors, self.consumer_threads, unroll=1):
+        for index in cutlass.range(tidx, live * vectors, c.threads, unroll=1):
             row, vector = index // vectors, index % vectors
             natural = self.natural_scale(smem, row, score_scale, softcap)
             values = self.weighted_part(smem, row, vector, natural, out_scale)
             address, barrier = self.destination(smem, rank, index // LANES)
             cluster.send_f32x4(address + index % LANES * 16, values, barrier)
+
+    @cute.jit
+    def merge(
+        self, smem, tidx, lane, rank, row0, live, num_live, group_size, softcap, scale_o, target
+    ):  # fmt: skip
+        """Send this CTA's results, then merge and write the shares that are its own."""
+        c = self.config
+        self.send(smem, tidx, rank, live, softcap)
         # Last, by the last warp: O need not wait for a row's sum.
         row = tidx - (self.consumer_threads - 32)
         if (row >= 0) & (row < live):
-            stats = self.row_stats(smem, row, score_scale, softcap, num_live)
+            stats = self.row_stats(smem, row, ptx.load_shared_f32(smem + SCORE_SCALE), softcap, num_live)
             for piece in cutlass.range_constexpr(self.row_shares):
                 address, barrier = self.destination(smem, rank, row * self.row_shares + piece)
                 cluster.send_f32x2(address + STATS, stats, barrier)
-        for slot in cutlass.range(warp, self.own_shares(rank, live), c.consumer_warps, unroll=1):
+        o_base, o_token, o_head, lse, stat_row = target
+        for slot in cutlass.range(tidx // 32, self.own_shares(rank, live), c.consumer_warps, unroll=1):
+            # Where it goes is worked out while the last parts are on their way.
+            share = slot * c.cluster + rank
+            row, piece = share // self.row_shares, share % self.row_shares
+            n = row0 + row
+            token = n // group_size
+            address = o_base + (Int64(token) * o_token + Int64(n - token * group_size) * o_head) * 2
+            address = ptx.here(address + (piece * c.SHARE_COLUMNS + lane * 4) * 2)
+            lse_address = ptx.here(lse.toint() + (stat_row + n) * 4)
             ptx.mbarrier_wait(smem + INBOX_FULL, Int32(0), scope="cluster")
-            parts = smem + self.inbox + slot * c.SHARE_PITCH
-            self.merge_share(smem, parts, slot * c.cluster + rank, lane, row0, group_size, scale_o, target)
+            columns, peak, total = self.merge_share(smem, smem + self.inbox + slot * c.SHARE_PITCH, row, lane, scale_o)
+            if lane < LANES:
+                pairs = [ptx.pack_f32x2("bf16", columns[e], columns[e + 1]) for e in (0, 2)]
+                ptx.store_global_v2(address, pairs)
+            if (lane == 0) & (piece == 0):
+                # A row that saw no key has log2(0) = -inf.
+                ptx.store_global_f32(lse_address, peak + ptx.log2(total) * LN2)
 
     def weighted_part(self, smem, row, vector, natural, factor):
         """Four columns of a row, its key slices brought to one maximum, summed, and multiplied by `factor`."""
@@ -116,10 +139,11 @@ class ClusterMerge(Epilogue):
         return [self.dot(weights, column) for column in zip(*parts, strict=True)]
 
     @cute.jit
-    def merge_share(self, smem, parts, share, lane, row0, group_size, scale_o, target):
-        """Merge a share that has come from all CTAs, and its row's sink. `parts`: that of rank 0."""
-        o_base, o_token, o_head, lse, stat_row = target
-        row = share // self.row_shares
+    def merge_share(self, smem, parts, row, lane, scale_o):
+        """A share of a row that has come from all CTAs: four columns of O a lane, and the row's maximum and sum.
+
+        `parts`: that of rank 0.
+        """
         stats, values = self.load_parts(parts, lane)
         peak = self.across(reduce(cute.arch.fmax, [m for m, _ in stats]), cute.arch.fmax)
         if cutlass.const_expr(self.config.sinks):
@@ -130,18 +154,10 @@ class ClusterMerge(Epilogue):
         total = self.across(self.dot(weights, [l for _, l in stats]), operator.add)
         if cutlass.const_expr(self.config.sinks):
             total += ptx.exp2((sink - base) * LOG2E)
-        # A row that saw no key in any chunk gives 0 and -inf.
-        factor = cutlass.select_(total == 0.0, Float32(0.0), scale_o / total)
+        # A row that saw no key in any chunk gives 0 and -inf; others have at least 1.
+        factor = cutlass.select_(total == 0.0, Float32(0.0), scale_o * ptx.reciprocal(total))
         columns = [factor * self.across(self.dot(weights, x), operator.add) for x in zip(*values, strict=True)]
-        n = row0 + row
-        piece = share % self.row_shares
-        token = n // group_size
-        if lane < LANES:
-            address = o_base + (Int64(token) * o_token + Int64(n - token * group_size) * o_head) * 2
-            pairs = [ptx.pack_f32x2("bf16", columns[e], columns[e + 1]) for e in (0, 2)]
-            ptx.store_global_v2(address + piece * (self.config.SHARE_COLUMNS * 2) + lane * 8, pairs)
-        if (lane == 0) & (piece == 0):
-            store_f32(lse, stat_row + n, cutlass.select_(total == 0.0, Float32(NEG_INF), peak + cute.math.log(total)))
+        return columns, peak, total
 
     def load_parts(self, parts, lane):
         """(m, l) and four columns of every GROUPS-th CTA's part, from this lane's group on."""

@@ -32,8 +32,9 @@ OPTIONAL_PARAMS: dict[str, ParamKind] = {
     "sinks": "pointer",  # fp32 (num_q_heads,)
     "softcap": "f32",
     "q_lens": "pointer",  # int32 (num_seqs,)
+    "expected_keys": "i32",  # keys of each sequence where all have as many, else 0: a guess, which may be wrong
 }
-"""Parameters of the axes that are named after them, in order; a kernel takes those that are on."""
+"""Parameters that are named after what a configuration says of them, in order; a kernel takes those that are on."""
 
 
 def optional_params(config: DecodeConfig) -> list[tuple[str, ParamKind]]:
@@ -58,7 +59,8 @@ def decode_record(config: DecodeConfig, arch: Arch, k_map: TensorMapSpec, v_map:
         ("v_map", "tensor_map"),
         ("q", "pointer"),
         ("block_table", "pointer"),  # int32 (num_seqs, block_table_stride)
-        ("work", "pointer"),  # int32 (num_work, 8): see SplitPlan.device_work
+        # int32 (num_work, 8): see SplitPlan.device_work; clusters share whole sequences and read (num_seqs,) lengths
+        ("work" if config.cluster == 1 else "lengths", "pointer"),
         ("q_descale", "pointer"),  # fp32, addressed by (seq, head) strides like the next two
         ("k_descale", "pointer"),
         ("v_descale", "pointer"),
@@ -96,7 +98,9 @@ def decode_record(config: DecodeConfig, arch: Arch, k_map: TensorMapSpec, v_map:
         symbol=f"cubinery_paged_decode_{config.impl}_0",
         block=(config.threads, 1, 1),
         # Neighbours share keys in L2 and in DRAM pages, or are a cluster: row_ctas is q_tiles times its size.
-        grid=("q_tiles" if config.cluster == 1 else "row_ctas", "num_kv_heads", "num_work"),
+        grid=("q_tiles", "num_kv_heads", "num_work")
+        if config.cluster == 1
+        else ("row_ctas", "num_kv_heads", "num_seqs"),
         cluster=(config.cluster, 1, 1),
         params=params,
         tensor_maps=(k_map, v_map),

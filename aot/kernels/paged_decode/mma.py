@@ -14,7 +14,8 @@ Roles
 The ring alternates stages of K and V: K0, V0, K1, V1, ... One full and one empty mbarrier each.
 
 A sequence that was cut into chunks leaves one partial result a chunk; the CTA that finishes its last one merges them.
-Where CTAs form clusters, each cluster shares a work item instead, and merges in shared memory (cluster_merge.py).
+Where CTAs form clusters, each cluster shares a whole sequence instead: it starts without a work item
+(cluster_start.py), and merges in shared memory (cluster_merge.py).
 
 Numerics. bf16 caches: bf16 MMA. fp8 caches: codes widen exactly to f16 in registers and the MMA is
 f16; Q is scaled by a power of two per row so that its largest element lies in [2^14, 2^15), which
@@ -39,6 +40,7 @@ from cubinery.aot.kernels.common.memory import load_f32
 from cubinery.aot.kernels.paged_decode.abi import optional_params, scale_params
 from cubinery.aot.kernels.paged_decode.block_scales import head_scales
 from cubinery.aot.kernels.paged_decode.cluster_merge import ClusterMerge
+from cubinery.aot.kernels.paged_decode.cluster_start import ClusterStart
 from cubinery.aot.kernels.paged_decode.mma_compute import Consumer
 from cubinery.aot.kernels.paged_decode.mma_load import Producer
 from cubinery.aot.kernels.paged_decode.mma_mask import Mask
@@ -50,6 +52,7 @@ from cubinery.aot.kernels.paged_decode.mma_tile import (
     IS_LAST,
     ITEM,
     OUT_SCALE,
+    SCORE_SCALE,
     MmaTile,
 )
 from cubinery.aot.kernels.paged_decode.split_merge import SplitMerge
@@ -68,7 +71,7 @@ class PagedDecodeMma(MmaTile):
             head_dim=config.head_dim, row_tile=config.row_tile, warps=config.consumer_warps, barrier=CONSUMER_BARRIER,
             is_last=IS_LAST,
         )  # fmt: skip
-        self.cluster_merge = ClusterMerge(config, arch)
+        self.cluster_start, self.cluster_merge = ClusterStart(config, arch), ClusterMerge(config, arch)
         self.mask = Mask(config, arch)
 
     @cute.jit
@@ -111,6 +114,7 @@ class PagedDecodeMma(MmaTile):
         sinks: cute.Pointer | None,
         softcap: Float32 | None,
         q_lens: cute.Pointer | None,
+        expected_keys: Int32 | None,
         scales: tuple[Any, ...] | None,
         stream: cuda.CUstream,
     ) -> None:
@@ -130,7 +134,8 @@ class PagedDecodeMma(MmaTile):
             tensor_map, tensor_map, q, block_table, work, q_descale, k_descale, v_descale, o, lse, o_partial,
             m_partial, l_partial, counters, num_kv_heads, n_q, group_size, num_pages, ring_depth, block_table_stride,
             q_seq, q_token, q_head, o_seq, o_token, o_head, q_descale_seq, q_descale_head, k_descale_seq,
-            k_descale_head, v_descale_seq, v_descale_head, scale_qs, scale_o, window, sinks, softcap, q_lens, scales,
+            k_descale_head, v_descale_seq, v_descale_head, scale_qs, scale_o, window, sinks, softcap, q_lens,
+            expected_keys, scales,
         ).launch(
             grid=(1, 1, 1),
             block=(c.threads, 1, 1),
@@ -185,6 +190,7 @@ class PagedDecodeMma(MmaTile):
         sinks: cute.Pointer | None,
         softcap: Float32 | None,
         q_lens: cute.Pointer | None,
+        expected_keys: Int32 | None,
         scales: tuple[Any, ...] | None,
     ) -> None:
         c = self.config
@@ -197,27 +203,18 @@ class PagedDecodeMma(MmaTile):
         if cutlass.const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        if warp == c.loading_warp:
-            if lane == 0:
-                ptx.prefetch_tensor_maps(k_map, v_map)
-            # Fetched while barriers are made, for every role.
-            if lane < 2:
-                half = lane * 16
-                words = ptx.load_global_i32x4(work.toint() + Int64(item) * 32 + half)
-                if cutlass.const_expr(c.cluster > 1):
-                    words = self.own_chunk(lane, *words)
-                ptx.store_shared_v4(smem + ITEM + half, words)
-        if warp == 0:
-            if lane < self.stages:
-                ptx.mbarrier_init(smem + FULL + lane * 8, 33 if c.scale_bytes else 1)  # scales: each lane
-                ptx.mbarrier_init(smem + EMPTY + lane * 8, c.ring_readers)
-            self.init_more(smem, lane)
-            if cutlass.const_expr(c.cluster > 1):
-                self.cluster_merge.init(smem, lane)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        if cutlass.const_expr(c.cluster > 1):
-            cluster.arrive_relaxed()  # behind the fence for its barriers
+        if cutlass.const_expr(c.cluster == 1):
+            if warp == c.loading_warp:
+                if lane == 0:
+                    ptx.prefetch_tensor_maps(k_map, v_map)
+                # Fetched while barriers are made, for every role.
+                if lane < 2:
+                    half = lane * 16
+                    words = ptx.load_global_i32x4(work.toint() + Int64(item) * 32 + half)
+                    ptx.store_shared_v4(smem + ITEM + half, words)
+            if warp == 0:
+                self.make_barriers(smem, lane)
+            cute.arch.sync_threads()
 
         # Each role reads its work item for itself: nothing but indices lives across the split of registers.
         if warp >= c.consumer_warps:
@@ -230,6 +227,17 @@ class PagedDecodeMma(MmaTile):
                         smem, warp, lane, k_map, v_map, block_table, head, num_pages, ring_depth,
                         block_table_stride, n_q, window, q_lens, scales,
                     )  # fmt: skip
+            elif cutlass.const_expr(c.cluster > 1):
+                cute.arch.setmaxregister_decrease(self.registers[0])
+                if warp == c.loading_warp + 1:
+                    self.make_barriers(smem, lane)
+                row_block, rank = self.place()
+                self.cluster_start.load(
+                    smem, warp, lane, k_map, v_map, block_table, work, item, rank, head, num_pages, ring_depth,
+                    block_table_stride, n_q, window, q_lens, expected_keys, scales,
+                )  # fmt: skip
+                live = cutlass.min(n_q - row_block * c.row_tile, c.row_tile)
+                self.cluster_merge.send(smem, tidx, rank, live, softcap)
             else:
                 self.load(
                     smem, warp, lane, k_map, v_map, block_table, head, num_pages, ring_depth, block_table_stride,
@@ -237,12 +245,16 @@ class PagedDecodeMma(MmaTile):
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            seq, key_begin, key_end, length = ptx.load_shared_i32x4(smem + ITEM)
+            if cutlass.const_expr(c.cluster > 1):
+                # Sequence and cluster have one number. These warps made nothing that other CTAs must see.
+                cluster.arrive_relaxed()
+                seq = item
+                key_begin, key_end, length = self.cluster_start.own_keys(work, item, self.place()[1], window)
+            else:
+                seq, key_begin, key_end, length = ptx.load_shared_i32x4(smem + ITEM)
             if seq >= 0:  # a padding item writes nothing
                 row_block, rank = self.place()
                 row0 = row_block * c.row_tile
-                if cutlass.const_expr(c.cluster > 1):
-                    self.cluster_merge.expect(smem, tidx, rank, cutlass.min(n_q - row0, c.row_tile))
                 q_base = q.toint() + (Int64(seq) * q_seq + Int64(head * group_size) * q_head) * self.q_element_bytes
                 score_scale = (
                     scale_qs
@@ -262,18 +274,28 @@ class PagedDecodeMma(MmaTile):
                 if tidx == 0:
                     out_scale = load_f32(v_descale, Int64(seq) * v_descale_seq + head * v_descale_head)
                     ptx.store_shared_f32(smem + OUT_SCALE, out_scale)
-                self.sync_consumers()
+                    if cutlass.const_expr(c.cluster > 1):
+                        ptx.store_shared_f32(smem + SCORE_SCALE, score_scale)
+                        ptx.store_shared_i32(smem + ITEM, seq)
                 if cutlass.const_expr(c.cluster > 1):
+                    self.cluster_start.meet()
+                    self.cluster_merge.expect(smem, tidx, rank, cutlass.min(n_q - row0, c.row_tile))
                     cluster.wait()  # every CTA has made its barriers, before anyone sends; now, while K is on its way
+                else:
+                    self.sync_consumers()
                 place = self.consumer.consume(
                     smem, warp, lane, row0, group_size, (length, tokens, window, key_end), softcap, key_begin,
                     self.num_stages(key_begin, key_end), ring_depth, score_scale,
                 )  # fmt: skip
-                seq, _, _, _ = ptx.load_shared_i32x4(smem + ITEM)
-                slot, n_splits, first_slot, _ = ptx.load_shared_i32x4(smem + ITEM + 16)
                 if cutlass.const_expr(c.cluster > 1):
+                    seq = ptx.load_shared_i32(smem + ITEM)
+                    if cutlass.const_expr(not c.keys_first):  # no register is left to keep what follows from it
+                        tidx = ptx.here(tidx) & 1023  # divisions then know that it is positive
+                        lane = tidx % 32
                     self.cluster_merge.put_slices(smem, lane, *place)
                 else:
+                    seq, _, _, _ = ptx.load_shared_i32x4(smem + ITEM)
+                    slot, n_splits, first_slot, _ = ptx.load_shared_i32x4(smem + ITEM + 16)
                     self.epilogue.merge_slices(smem, lane, *place)
                     self.epilogue.finish_rows(smem, tidx, score_scale, softcap, live_rows - row0)
 
@@ -283,8 +305,8 @@ class PagedDecodeMma(MmaTile):
                 target = (o_base, o_token, o_head, lse, stat_row)
                 if cutlass.const_expr(c.cluster > 1):
                     self.cluster_merge.merge(
-                        smem, tidx, warp, lane, rank, row0, cutlass.min(n_q - row0, c.row_tile), live_rows - row0,
-                        group_size, score_scale, softcap, scale_o, target,
+                        smem, tidx, lane, rank, row0, cutlass.min(n_q - row0, c.row_tile), live_rows - row0,
+                        group_size, softcap, scale_o, target,
                     )  # fmt: skip
                 else:
                     part = (o_partial, m_partial, l_partial, Int64(slot) * rows + head * n_q)
@@ -299,6 +321,18 @@ class PagedDecodeMma(MmaTile):
                                 warp, lane, row0, n_q, group_size, n_splits, rows, o_partial, m_partial, l_partial,
                                 first_row, scale_o, target,
                             )  # fmt: skip
+
+    @cute.jit
+    def make_barriers(self, smem, lane):
+        """All barriers of the CTA, by one warp."""
+        c = self.config
+        if lane < self.stages:
+            ptx.mbarrier_init(smem + FULL + lane * 8, 33 if c.scale_bytes else 1)  # scales: each lane
+            ptx.mbarrier_init(smem + EMPTY + lane * 8, c.ring_readers)
+        self.init_more(smem, lane)
+        if cutlass.const_expr(c.cluster > 1):
+            self.cluster_merge.init(smem, lane)
+        cute.arch.mbarrier_init_fence()
 
     @cute.jit
     def load(
@@ -317,21 +351,8 @@ class PagedDecodeMma(MmaTile):
                     first_key = self.mask.first_key((length, self.mask.tokens(q_lens, seq, n_q), window))
             self.producer.produce(
                 smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
-                self.num_stages(key_begin, key_end), ring_depth, head_scales(scales, head),
+                self.num_stages(key_begin, key_end), ring_depth, head_scales(scales, head), None,
             )  # fmt: skip
-
-    def place(self):
-        """This CTA's row tile, and its rank in its cluster."""
-        c = self.config
-        x, _, _ = cute.arch.block_idx()
-        return (x, Int32(0)) if c.cluster == 1 else (x // c.cluster, x % c.cluster)
-
-    def own_chunk(self, lane, seq, key_begin, key_end, length):
-        """The first half of a work item, which lane 0 holds, with the keys that are this CTA's among its cluster's."""
-        _, rank = self.place()
-        begin, end = self.cluster_merge.chunk(rank, key_begin, key_end)
-        mine = lane == 0
-        return seq, cutlass.select_(mine, begin, key_begin), cutlass.select_(mine, end, key_end), length
 
     # What an implementation with more roles adds.
 
@@ -340,10 +361,6 @@ class PagedDecodeMma(MmaTile):
 
     def widen(self, smem, tidx, num_stages, depth, num_keys):
         """What such warps do."""
-
-    def num_stages(self, key_begin, key_end):
-        """Ring stages of K (and of V) that hold the keys of a work item."""
-        return (key_end - key_begin + (self.config.stage_keys - 1)) // self.config.stage_keys
 
 
 def entry(config: MmaConfig, arch: Arch, kernel: type[PagedDecodeMma] = PagedDecodeMma) -> tuple[Any, tuple[Any, ...]]:
@@ -356,7 +373,10 @@ def entry(config: MmaConfig, arch: Arch, kernel: type[PagedDecodeMma] = PagedDec
     pointers = [Uint8, BFloat16, i32, i32, f32, f32, f32, BFloat16, f32, f32, f32, f32, i32]
     scalars = [Int32(1)] * 18 + [Float32(1.0)] * 2
     on = {name for name, _ in optional_params(config)}
-    optional = {"window": Int32(1), "sinks": pointer(f32), "softcap": Float32(1.0), "q_lens": pointer(i32)}
+    optional = {
+        "window": Int32(1), "sinks": pointer(f32), "softcap": Float32(1.0), "q_lens": pointer(i32),
+        "expected_keys": Int32(1),
+    }  # fmt: skip
     extras = [value if name in on else None for name, value in optional.items()]
     kinds = {"pointer": lambda: pointer(Uint8), "i32": lambda: Int32(1)}
     scales = tuple(kinds[kind]() for _, kind in scale_params(config)) or None

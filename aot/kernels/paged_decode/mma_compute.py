@@ -169,6 +169,8 @@ class Consumer(MmaTile):
         for step in cutlass.range(self.warp_keys // self.step_keys, unroll=1):
             first = step * self.step_keys
             scores = self.scores(self.format.move(k_lane, k_offset, first), q_address, q_frags)
+            if cutlass.const_expr(self.frees_k_early and (limits is None or self.mask.may_be_early)):
+                self.release(lane, (k_empty,))
             if cutlass.const_expr(c.softcap):
                 scores = self.mask.cap(scores, cap_scales)
             if cutlass.const_expr(limits is not None):
@@ -178,7 +180,7 @@ class Consumer(MmaTile):
             keep = None if cutlass.const_expr(limits is None) else length - self.operands.value_key(lane, key) - first
             o = self.accumulate(self.format.move(v_lane, v_offset, first), p, keep, o)
         if cutlass.const_expr(limits is None or self.mask.may_be_early):
-            self.release(lane, (k_empty, v_empty))
+            self.release(lane, (v_empty,) if self.frees_k_early else (k_empty, v_empty))
         return o, m, l, stage, phase
 
     @cute.jit

@@ -17,24 +17,24 @@ class Producer(MmaTile):
     @cute.jit
     def produce(
         self, smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,
-        num_stages, depth, scales,
+        num_stages, depth, scales, first_pages,
     ):  # fmt: skip
         """Fill the ring's first `depth` slots.
 
         Lane i issues box i of a stage: page i // boxes_per_row, column i % boxes_per_row.
         Pages that end before `first_key` are not looked up; without a window nobody asks. `scales` (nvfp4, else None):
         of K and of V, the address of the head's block scales in page 0, and the bytes from page to page and row to row.
+        `first_pages`: what the function of that name gives, where that is known.
         """
         c = self.config
         page_in_stage = lane // c.boxes_per_row
         column = lane % c.boxes_per_row
         box_rows = self.box[1]
         destination = (column * c.stage_keys + page_in_stage * box_rows) * c.box_bytes
-        # A lane holds a page of this batch of stages and one of the next, so that the first stages' pages are known
-        # after one round trip to memory, and later ones hide behind the waits for slots.
         own_key = key_begin + lane * box_rows
-        pages = self.look_up(block_table, table_row, num_pages, first_key, key_end, own_key)
-        ahead = self.look_up(block_table, table_row, num_pages, first_key, key_end, own_key + self.batch_keys)
+        if cutlass.const_expr(first_pages is None):
+            first_pages = self.first_pages(lane, block_table, table_row, num_pages, first_key, key_begin, key_end)
+        pages, ahead = first_pages
         in_batch = Int32(0)
         stage = Int32(0)
         phase = Int32(1)  # the first pass over the ring waits for nothing
@@ -71,6 +71,15 @@ class Producer(MmaTile):
                     )  # fmt: skip
                     ptx.mbarrier_arrive_after_copies(full)
                 stage, phase = self.advance(stage, phase, depth)
+
+    def first_pages(self, lane, block_table, table_row, num_pages, first_key, key_begin, key_end):
+        """A lane's page of the first batch of stages, and of the next.
+
+        The first stages' pages are known after one round trip to memory, and later ones hide behind waits for slots.
+        """
+        key = key_begin + lane * self.box[1]
+        row = (block_table, table_row, num_pages, first_key, key_end)
+        return self.look_up(*row, key), self.look_up(*row, key + self.batch_keys)
 
     @cute.jit
     def look_up(self, block_table, table_row, num_pages, first_key, key_end, key):

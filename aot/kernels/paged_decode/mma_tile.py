@@ -17,6 +17,7 @@ __all__ = ["LOG2E", "NEG_INF", "TINY", "MmaTile"]
 # Byte offsets in the fixed part of shared memory.
 FULL, EMPTY = 0, 128  # MOST_STAGES mbarriers each
 OUT_SCALE = 112  # fp32: v_descale, fetched early and kept out of registers too
+SCORE_SCALE = 120  # fp32: of clusters, from raw scores to those of the softmax
 IS_LAST = 116  # int32: whether this CTA finished a sequence's last chunk
 ROW_SCALE = 256  # fp32 [row_tile]: factor that undoes the scaling of Q; at the end what a sink leaves of O
 ROW_RESULT = 768  # fp32 [row_tile][2]: a row's sink; at the end the chunk's m, in units of the LSE, and l
@@ -24,7 +25,7 @@ ROW_STATS = 1792  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice
 WIDE_FULL, WIDE_EMPTY = 2816, 2880  # mbarriers of widened tiles, where there are any
 ITEM = 2944  # int32 [8]: the work item, as `SplitPlan.device_work` has it; kept out of registers
 INBOX_FULL = 2976  # mbarrier: all has come that the CTAs of a cluster send
-CONSUMER_BARRIER = 1
+CONSUMER_BARRIER, START_BARRIER, RING_BARRIER, SLICES_BARRIER = 1, 2, 3, 4
 
 
 class MmaTile:
@@ -49,6 +50,8 @@ class MmaTile:
         self.warp_keys = config.stage_keys // config.key_warps
         # Keys of one softmax step: more amortise its shuffles, fewer leave registers to O.
         self.step_keys = min(self.warp_keys, 32 if config.head_dim <= 128 else 16)
+        # Short steps want as much of the cache on its way as fits: a slot of K is free once its only scores are there.
+        self.frees_k_early = config.cluster > 1 and self.step_keys == self.warp_keys
         self.q_element_bytes = 2 if config.q_dtype == "bf16" else 1
         self.q_loads = config.head_dim // 16 // self.operands.q_steps
         self.q_in_registers = config.head_dim <= 128
@@ -61,6 +64,16 @@ class MmaTile:
         self.inbox = self.ring + self.stages * config.stage_bytes
         self.slices_beside = config.slices_beside(arch)
         self.slices = self.inbox + config.inbox_bytes if self.slices_beside else self.ring
+
+    def place(self):
+        """This CTA's row tile, and its rank in its cluster."""
+        c = self.config
+        x, _, _ = cute.arch.block_idx()
+        return (x, Int32(0)) if c.cluster == 1 else (x // c.cluster, x % c.cluster)
+
+    def num_stages(self, key_begin, key_end):
+        """Ring stages of K (and of V) that hold the keys of a work item."""
+        return (key_end - key_begin + (self.config.stage_keys - 1)) // self.config.stage_keys
 
     def sync_consumers(self):
         """A barrier of the computing warps."""

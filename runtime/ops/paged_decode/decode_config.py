@@ -84,6 +84,11 @@ class DecodeConfig(KernelConfig, ABC):
         return 16
 
     @property
+    def expected_keys(self) -> bool:
+        """Whether a launch says how many keys each sequence probably has: pages are then looked up at once."""
+        return self.cluster > 1 and not self.window
+
+    @property
     @abstractmethod
     def threads(self) -> int:
         """Threads of one CTA."""

@@ -82,12 +82,16 @@ class Plan:
         self._constants: tensors.Values = {
             "work": work,
             "num_work": self.num_work,
+            "lengths": work + 32 * self.num_work,
+            "num_seqs": self.num_seqs,
             "ring_depth": config.ring_depth(decode.arch, self.splits.num_items * num_kv_heads * row_ctas),
             "num_kv_heads": num_kv_heads,
             "q_tiles" if config.cluster == 1 else "row_ctas": row_ctas,
             "n_q": self.shape.n_q,
             "group_size": group,
         }
+        if config.expected_keys:
+            self._constants["expected_keys"] = self._expected_keys()
         if decode.window is not None:
             self._constants["window"] = decode.window
         if decode.softcap is not None:
@@ -161,6 +165,11 @@ class Plan:
             self._forget(key)
         self._send(splits, lengths, raw)
         self.splits = splits
+        if self.config.expected_keys:
+            guess: tensors.Values = {"expected_keys": self._expected_keys()}
+            self._constants |= guess
+            for call in self._calls.values():
+                call.rebind(guess)
 
     def update_on_device(self, seq_lens: torch.Tensor, *, stream: Any = None) -> None:
         """Replan from lengths that are on the device, without the host ever seeing them; a graph may capture it.
@@ -193,6 +202,11 @@ class Plan:
         if not self._driver.is_capturing(raw):
             self._upload.written(raw)
             self._ordered = raw
+
+    def _expected_keys(self) -> int:
+        """What a launch says of the lengths, for its kernel to look pages up by; any block table has room for it."""
+        lengths = self._lengths
+        return int(lengths[0]) if (lengths == lengths[0]).all() else 0
 
     @property
     def _longest(self) -> int:
@@ -237,7 +251,7 @@ class Plan:
           uint8 codes; formats below 8 bits are uint8 with packed rows, head_dim * bits / 8 bytes (see
           `formats.pack`), and 6-bit ones have strides in multiples of 48 bytes; those that `tcgen05` reads lie on 32
           bytes. What lies past a sequence's end, in the page of its last key, does not matter.
-        - `block_table`: int32 (num_seqs, max_blocks). Entries at and past a sequence's end are never read, nor are
+        - `block_table`: int32 (num_seqs, max_blocks). Entries at and past a sequence's end are never used, nor are
           those before its window; `check_block_table` checks all others on the host, which waits for the device.
         - descales: None (1), a number, or fp32 tensors of 1 element, (num_kv_heads,) or (num_seqs,
           num_kv_heads). `q_descale * k_descale * softmax_scale` (1 / sqrt(head_dim) by default) scales the

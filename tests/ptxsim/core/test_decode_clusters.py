@@ -18,6 +18,7 @@ from decode_sim import Simulated, simulate
 from cubinery.aot.ptxsim.schedule import schedule as named
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
+from cubinery.runtime.ops.paged_decode.plan import Plan
 
 pytest.importorskip("cutlass", reason="the compiler is not installed")
 
@@ -52,6 +53,16 @@ def test_row_tiles_of_sequences_that_leave_ctas_without_keys(simulated: Simulate
     o, lse = simulated.check(BESIDE, problem(BESIDE, [0, 17, 300, 1100], h_q=12, h_k=1))
     assert not o[0].any()
     assert bool((lse[0] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("expected", [1, 300, 1099, 1100])
+def test_a_launch_may_expect_any_number_of_keys(
+    simulated: Simulated, monkeypatch: pytest.MonkeyPatch, expected: int
+) -> None:
+    """Pages that were looked up by it are used for the sequence that has as many keys, and by no other."""
+    monkeypatch.setattr(Plan, "_expected_keys", lambda self: expected)
+    simulated.driver.schedule = partial(named, "priorities:3")
+    simulated.check(BESIDE, problem(BESIDE, [300, 1, 1100], h_q=8, h_k=1))
 
 
 def test_sinks_join_where_a_row_is_merged(simulated: Simulated) -> None:
