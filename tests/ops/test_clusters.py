@@ -16,8 +16,10 @@ from decode_problem import Problem
 from fake_driver import FakeDriver, write_bundle
 from host_kernels import HostKernels
 
-from cubinery.runtime.errors import CaptureError, ConfigError, PlanError
+from cubinery.aot.kernels.paged_decode import decode_abi
+from cubinery.runtime.errors import AbiError, CaptureError, ConfigError, PlanError
 from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.decode_config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
 Make = Callable[..., tuple[PagedDecode, FakeDriver]]
@@ -103,6 +105,38 @@ def test_a_launch_says_how_many_keys_it_expects(make_decode: Make) -> None:
             plan.update(lengths)
         plan.run(*p.tensors)
         assert kernels.expected_keys.pop() == expected
+
+
+def test_a_kernel_that_is_not_told_what_to_expect_serves_too(
+    make_decode: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a bundle in which launches do not say so; the plan asks the kernel, not its configuration."""
+    p = Problem([300, 300], np.random.default_rng(0), torch)
+    with monkeypatch.context() as older:
+        older.setattr(DecodeConfig, "expected_keys", False)
+        decode, driver = make_decode(cluster=None)
+    assert decode.selection(4).clustered.expected_keys
+    driver.on_launch = kernels = HostKernels(2, 8, 1, True)
+    plan = decode.plan([300, 300], **p.heads)
+    plan.run(*p.tensors)
+    plan.update([299, 5])
+    plan.run(*p.tensors)
+    assert kernels.expected_keys == [0, 0]
+    assert plan.config.cluster == 16
+
+
+def test_a_kernel_of_a_newer_version_says_what_it_would_have_to_be_told(
+    make_decode: Make, p: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter that this version knows nothing of is an error that says so, for any kernel."""
+    with monkeypatch.context() as newer:
+        newer.setitem(decode_abi.OPTIONAL_PARAMS, "novelty", "i32")
+        newer.setattr(DecodeConfig, "novelty", True, raising=False)
+        decode, driver = make_decode()
+    plan = decode.plan(p.lengths, **p.heads)
+    with pytest.raises(AbiError, match=r"kvfp8-t8: a launch takes 'novelty', which cubinery .* newer version"):
+        plan.run(*p.tensors)
+    assert not driver.launches
 
 
 @pytest.mark.parametrize("options", [{}, {"capturable": True}, {"pad_to": 5}])

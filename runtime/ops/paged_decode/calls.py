@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from cubinery import __version__
+from cubinery.runtime.errors import AbiError
 from cubinery.runtime.kernel import BoundLaunch, Kernel
 from cubinery.runtime.ops.paged_decode.tensors import ALIGNMENT, Values
 
@@ -165,5 +167,11 @@ def _is(x: Any, held: Any, pointer: int | None) -> bool:
 
 
 def pick(kernel: Kernel, values: Values) -> Values:
-    """The values that one kernel takes."""
+    """The values that one kernel takes. Raises AbiError where it takes one that this version knows nothing of."""
+    unknown = [name for name in kernel.names if name not in values]
+    if unknown:
+        raise AbiError(
+            f"{kernel.key}: a launch takes {unknown[0]!r}, which cubinery {__version__} does not know: the bundle was "
+            "built by a newer version; use that one, or build the bundle with this one"
+        )
     return {name: values[name] for name in kernel.names}

@@ -90,7 +90,8 @@ class Plan:
             "n_q": self.shape.n_q,
             "group_size": group,
         }
-        if config.expected_keys:
+        self._expects = "expected_keys" in self._kernel.names  # an older bundle's kernel of clusters does not
+        if self._expects:
             self._constants["expected_keys"] = self._expected_keys()
         if decode.window is not None:
             self._constants["window"] = decode.window
@@ -165,7 +166,7 @@ class Plan:
             self._forget(key)
         self._send(splits, lengths, raw)
         self.splits = splits
-        if self.config.expected_keys:
+        if self._expects:
             guess: tensors.Values = {"expected_keys": self._expected_keys()}
             self._constants |= guess
             for call in self._calls.values():
