@@ -16,6 +16,8 @@ BUNDLE  ?= build/kernels
 DIST    ?= dist
 JOBS    ?=
 PYTEST_ARGS ?=
+TOOLS   ?= memcheck racecheck synccheck initcheck
+TOOL_SECONDS ?= 600
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -87,11 +89,13 @@ demo: $(STAMP)  ## Build a small sm_110a bundle and run it, here on the simulato
 gpu-test:  ## Run the GPU tests against BUNDLE=... (needs no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-sanitize:  ## Run compute-sanitizer's four tools over the kernels of BUNDLE=... (needs a GPU, no compiler)
-	@failed=0; for tool in memcheck racecheck synccheck initcheck; do \
+sanitize:  ## Run compute-sanitizer's four tools (TOOLS=...) over the kernels of BUNDLE=... (needs a GPU, no compiler)
+	@failed=0; for tool in $(TOOLS); do \
 	  echo "compute-sanitizer --tool $$tool"; \
-	  PYTHONPATH=src compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 9 \
-	    $(PYTHON) tests/gpu/sanitize.py $(BUNDLE) || { echo "$$tool failed"; failed=1; }; \
+	  PYTHONPATH=src timeout $(TOOL_SECONDS) compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 9 \
+	    $(PYTHON) tests/gpu/sanitize.py $(BUNDLE) $(SANITIZE_ARGS); code=$$?; \
+	  if [ $$code = 124 ]; then echo "$$tool did not end within $(TOOL_SECONDS) s"; failed=1; \
+	  elif [ $$code != 0 ]; then echo "$$tool failed"; failed=1; fi; \
 	done; exit $$failed
 
 # build/proof-sim: python -m proof.build, see docs/results/blackwell.md. What its results hold is not run again.

@@ -2,15 +2,17 @@
 
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py build/proof
 
-(`make sanitize BUNDLE=...` runs all four tools.) Each result is also held to the float64 reference, computed on the
-host so that the tools instrument nothing else. Ends with exit status 1 if one is off. Kernels that the bundle lacks
-are errors: the proof spec holds them all.
+(`make sanitize BUNDLE=... [TOOLS=racecheck] [SANITIZE_ARGS="--only cluster=16"]` runs all four tools, or some.) Each
+result is also held to the float64 reference, computed on the host so that the tools instrument nothing else. Ends with
+exit status 1 if one is off. Kernels that the bundle lacks are errors: the proof spec holds them all.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,12 @@ def sanitize(gpu: Gpu, fields: dict[str, Any], choices: dict[str, Any], force_sp
     return f"{plan.keys[0]}, {plan.splits.max_splits} splits: {found}"
 
 
+def label(fields: dict[str, Any], choices: dict[str, Any], force_splits: int) -> str:
+    """`kv_format=fp8 d=128 cluster=16`: what a launch is asked for, as `--only` finds it."""
+    splits = {"splits": force_splits} if force_splits else {}
+    return " ".join(f"{name}={value}" for name, value in (fields | choices | splits).items())
+
+
 def others(library: Library) -> list[str]:
     """Keys of the kernels that are no decodes: cache writers and planning. Their checks compare every byte."""
     served = library.archs_for()
@@ -115,23 +123,29 @@ def check_other(gpu: Gpu, key: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Launch a representative set of kernels under compute-sanitizer.")
     parser.add_argument("bundle", help="folder of a bundle built from kernel_specs/proof/paged_decode.yaml")
-    library = Library.open(parser.parse_args().bundle)
+    parser.add_argument("--only", default="", metavar="TEXT",
+                        help="only launches that are named so: cluster=16, kv_format=fp8, append, ...")  # fmt: skip
+    options = parser.parse_args()
+    library = Library.open(options.bundle)
     gpu = Gpu(library, torch.device("cuda", torch.cuda.current_device()))
+    todo = [(label(*launch), partial(sanitize, gpu, *launch)) for launch in LAUNCHES]
+    todo += [(key, partial(check_other, gpu, key)) for key in others(library)]
+    todo = [(name, call) for name, call in todo if options.only in name]
+    if not todo:
+        parser.error(f"--only {options.only!r}: no launch is named so")
     failures = 0
-    for launch in LAUNCHES:
+    for name, call in todo:
+        # Named before it runs, and timed: a tool may take its time, or stand still.
+        print(name, flush=True)
+        start = time.monotonic()
         try:
-            print(sanitize(gpu, *launch), flush=True)
+            text = call()
         except AssertionError as error:
             failures += 1
-            print(f"WRONG: {error}", flush=True)
-    for key in others(library):
-        try:
-            print(check_other(gpu, key), flush=True)
-        except AssertionError as error:
-            failures += 1
-            print(f"WRONG: {error}", flush=True)
+            text = f"WRONG: {error}"
+        print(f"  {time.monotonic() - start:.1f} s: {text}", flush=True)
     torch.cuda.synchronize()
-    print(f"{len(LAUNCHES)} decodes and {len(others(library))} other kernels, {failures} wrong")
+    print(f"{len(todo)} launches, {failures} wrong")
     return 1 if failures else 0
 
 
