@@ -246,7 +246,8 @@ class PagedDecodeMma(MmaTile):
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             if cutlass.const_expr(c.cluster > 1):
-                # Sequence and cluster have one number. These warps made nothing that other CTAs must see.
+                # Sequence and cluster have one number, and `work` are the lengths (decode_abi.py). These warps
+                # made nothing that other CTAs must see.
                 cluster.arrive_relaxed()
                 seq = item
                 key_begin, key_end, length = self.cluster_start.own_keys(work, item, self.place()[1], window)
