@@ -96,9 +96,7 @@ class ClusterMerge(Epilogue):
             cluster.send_f32x4(address + index % LANES * 16, values, barrier)
 
     @cute.jit
-    def merge(
-        self, smem, tidx, lane, rank, row0, live, num_live, group_size, softcap, scale_o, target
-    ):  # fmt: skip
+    def merge(self, smem, tidx, lane, rank, row0, live, num_live, group_size, softcap, scale_o, target):
         """Send this CTA's results, then merge and write the shares that are its own."""
         c = self.config
         self.send(smem, tidx, rank, live, softcap)
@@ -111,7 +109,7 @@ class ClusterMerge(Epilogue):
                 cluster.send_f32x2(address + STATS, stats, barrier)
         o_base, o_token, o_head, lse, stat_row = target
         for slot in cutlass.range(tidx // 32, self.own_shares(rank, live), c.consumer_warps, unroll=1):
-            # Where it goes is worked out while the last parts are on their way.
+            # Where it goes, beside the merge and not behind it.
             share = slot * c.cluster + rank
             row, piece = share // self.row_shares, share % self.row_shares
             n = row0 + row

@@ -23,7 +23,7 @@ ROW_SCALE = 256  # fp32 [row_tile]: factor that undoes the scaling of Q; at the 
 ROW_RESULT = 768  # fp32 [row_tile][2]: a row's sink; at the end the chunk's m, in units of the LSE, and l
 ROW_STATS = 1792  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice
 WIDE_FULL, WIDE_EMPTY = 2816, 2880  # mbarriers of widened tiles, where there are any
-ITEM = 2944  # int32 [8]: the work item, as `SplitPlan.device_work` has it; kept out of registers
+ITEM = 2944  # int32 [8]: the work item, see `SplitPlan.device_work`, or just its sequence (clusters); not in registers
 INBOX_FULL = 2976  # mbarrier: all has come that the CTAs of a cluster send
 CONSUMER_BARRIER, START_BARRIER, RING_BARRIER, SLICES_BARRIER = 1, 2, 3, 4
 

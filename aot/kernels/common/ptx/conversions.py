@@ -161,10 +161,10 @@ def log2(x: Float32) -> Float32:
 
 
 def here(x: Any) -> Any:
-    """The same integer. What it depends on is computed before, what depends on it after, whatever the compiler thinks.
+    """The same integer, of which the front end knows nothing more.
 
-    It keeps from living in registers across a loop what is cheap to compute again behind it, and from being put off
-    behind a wait what can be computed before.
+    It then neither keeps in registers, across a loop, what is cheap to compute again from this, nor puts off to a
+    branch what leads to it. ptxas may still move either.
     """
     kind = type(x)
     width = 64 if kind is Int64 else 32
