@@ -291,7 +291,8 @@ def _first_launches(library: Library, device: torch.device, *, most: int) -> Ite
         for bound in _bound(plan):
             wait(device)
             began = time.perf_counter_ns()
-            fresh.kernel(bound.kernel.key, decode.device, stream=stream).launch(bound.values, stream)
+            kernel = fresh.kernel(bound.kernel.key, decode.device, stream=stream).in_clusters_of(plan.cluster)
+            kernel.launch(bound.values, stream)
             spent = (time.perf_counter_ns() - began) / 1e6
             wait(device)
             times[bound.kernel.key] = max(spent, times.get(bound.kernel.key, 0.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,7 @@ class Kernel:
         "_driver",
         "_generation",
         "_handle",
+        "_maps",
         "_own",
         "device",
         "key",
@@ -40,7 +42,7 @@ class Kernel:
         self, key: str, device: int, record: KernelRecord, driver: Driver, handle: Any, maps: TensorMapCache
     ) -> None:
         self.key, self.device, self.record = key, device, record
-        self._driver, self._handle = driver, handle
+        self._driver, self._handle, self._maps = driver, handle, maps
         self._arguments = ArgumentPlan(record, maps)
         self._generation = process.generation
         self._own = threading.local()
@@ -56,7 +58,9 @@ class Kernel:
         self._prepare()  # sets the carveout now, so that the first launch under capture need not
 
     def __repr__(self) -> str:
-        return f"<Kernel {self.key} ({self.record.role}) on device {self.device}>"
+        size = self.record.cluster[0]
+        clusters = f" in clusters of {size}" if size > 1 else ""
+        return f"<Kernel {self.key} ({self.record.role}){clusters} on device {self.device}>"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,6 +74,17 @@ class Kernel:
             process.check(self._generation, repr(self))
             self._clusters = self._driver.max_clusters(self._handle, self._config)
         return self._clusters
+
+    def in_clusters_of(self, size: int) -> Kernel:
+        """This kernel, launched in clusters of `size` CTAs. Raises ArgumentError where it cannot be."""
+        x, y, z = self.record.cluster
+        sizes = [x] + [n for n in (2, 4, 8) if n < x and self.record.smaller_clusters]
+        if size not in sizes:
+            raise ArgumentError(f"{self!r}: clusters of {size!r} CTAs: expected {' or '.join(map(str, sorted(sizes)))}")
+        if size == x:
+            return self
+        record = replace(self.record, cluster=(size, y, z))
+        return Kernel(self.key, self.device, record, self._driver, self._handle, self._maps)
 
     def bind(self, values: Mapping[str, Value]) -> BoundLaunch:
         """Check and pack `values`: addresses, scalars, grid sizes, extents (elements) and strides (bytes).

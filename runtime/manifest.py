@@ -112,6 +112,8 @@ class KernelRecord:
     tmem_columns: int = 0
     """Tensor memory columns that one CTA allocates: 0, or a power of two from 32 to 512."""
     resources: Resources | None = None
+    smaller_clusters: bool = False
+    """Whether the clusters of a launch may have fewer CTAs along x than `cluster` says: 2, 4 or 8."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ def read_kernel(value: Any, where: str, memo: Memo) -> KernelRecord:
     k["tensor_maps"] = tuple(_once(t, f"{where}.tensor_maps[{i}]", memo, _tensor_map) for i, t in enumerate(maps))
     if "cluster" in k:
         k["cluster"] = dims(k["cluster"], f"{where}.cluster", 16)
+    boolean(k.get("smaller_clusters", False), f"{where}.smaller_clusters")
     integer(k.get("dynamic_smem", 0), f"{where}.dynamic_smem", 0, 256 * 1024)
     integer(k.get("carveout", -1), f"{where}.carveout", -1, 100)
     columns = k.get("tmem_columns", 0)

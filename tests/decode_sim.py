@@ -34,13 +34,17 @@ class Simulated:
     def check(
         self, config: MmaConfig, p: Problem, *, force_splits: int = 0, causal: bool | None = None,
         window: int | None = None, sinks: Any = None, softcap: float | None = None, q_lens: Any = None,
-        **run_options: Any,
+        cluster: int | None = None, **run_options: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Run a problem on the kernel of `config`, hold it to the reference, return (o, lse) as torch tensors."""
+        """Run a problem on the kernel of `config`, hold it to the reference, return (o, lse) as torch tensors.
+
+        `cluster`: CTAs of one, as many as the kernel has if None.
+        """
         causal = config.causal if causal is None else causal
         choices = {
             "impl": config.impl,
-            **{x: getattr(config, x) for x in ("row_tile", "ctas_per_sm", "cluster", "pdl")},
+            **{x: getattr(config, x) for x in ("row_tile", "ctas_per_sm", "pdl")},
+            "cluster": cluster or config.cluster,
         }
         with watching(self.driver):
             given = {name: x for name, x in (("sinks", sinks), ("q_lens", q_lens)) if x is not None} | p.scales

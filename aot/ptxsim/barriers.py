@@ -212,7 +212,7 @@ class Barriers(ArrivalOrder):
                 if state.arrived.get(warp, 0) & lanes:
                     self.fail(BarrierFault, "arrives twice at the cluster barrier", g, k, _one(g, row))
                 state.arrived[warp] = state.arrived.get(warp, 0) | lanes
-                fenced = None if release else self.fenced(warp, active[row], CLUSTER)
+                fenced = None if release else self.fenced_by_each(warp, active[row], CLUSTER)
                 if self.races is not None and (release or fenced is not None):
                     if state.known is None:
                         state.known = self.races.fresh()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cubinery.aot.ptxsim.access import Access
 from cubinery.aot.ptxsim.memory_order import order_of
 from cubinery.aot.ptxsim.state import Gang
@@ -68,3 +70,16 @@ class Fences(Access):
             ):
                 return found.known
         return None
+
+    def fenced_by_each(self, warp: int, lanes: Any, level: int) -> Any:
+        """What `lanes` (bools) of a warp knew, each at its own last fence of at least a level; None without any.
+
+        For arrivals, which every thread makes for itself: lanes that came to the fence one after the other count too.
+        """
+        known = None
+        left = lanes.copy()
+        for found in self.fence_clocks.get(warp, ()):
+            if found.level >= level and (left & found.lanes).any():
+                known = found.known.copy() if known is None else np.maximum(known, found.known)
+                left &= ~found.lanes
+        return known

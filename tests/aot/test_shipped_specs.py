@@ -30,7 +30,13 @@ def test_the_default_spec_is_what_its_domain_needs(root: Path, arch: str) -> Non
     needed = {c.key(arch) for spec in specs for domain, _ in spec.domain for c in outcomes(domain, arch)}
     held = {item.key for item in items if isinstance(item.config, DecodeConfig)}
     assert held == needed
-    assert 120 <= len(held) <= 180
+    assert len(held) <= (226 if arch == "sm_90a" else 130)
+    problems = {
+        (c.head_dim, c.page_size, c.kv_format, c.q_dtype, c.q_len, c.window, c.sinks, c.softcap)
+        for item in items
+        if isinstance(c := item.config, DecodeConfig)
+    }
+    assert 80 <= len(problems) <= 120, "about a hundred configurations; several kernels may serve one, by its batch"
 
 
 @pytest.mark.parametrize("head_dim", sorted(CHOICES["head_dim"]))

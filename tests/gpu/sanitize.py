@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py build/proof
 
-(`make sanitize BUNDLE=... [TOOLS=racecheck] [SANITIZE_ARGS="--only cluster=16"]` runs all four tools, or some.) Each
+(`make sanitize BUNDLE=... [TOOLS=racecheck] [SANITIZE_ARGS="--only cluster="]` runs all four tools, or some.) Each
 result is also held to the float64 reference, computed on the host so that the tools instrument nothing else. Ends with
 exit status 1 if one is off. Kernels that the bundle lacks are errors: the proof spec holds them all.
 """
@@ -56,10 +56,14 @@ PROBLEMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kv_format": "e2m1", "d": 128, "page_size": 16, "q_dtype": "e4m3", "h_q": 8}, {}),
     ({"kv_format": "e3m2", "d": 128, "page_size": 64}, {}),
     ({"kv_format": "nvfp4", "d": 128, "page_size": 128}, {}),
-    # Clusters: results beside the ring and in it, sinks. Four of 16 CTAs each: under synccheck, eight end any program
-    # that has an mbarrier (docs/notes/synccheck_clusters.md).
+    # Clusters of all sizes: warps' results beside the ring, in it, and never put anywhere; several shares of a row at
+    # once; sinks. Four of 16 CTAs at most: under synccheck, eight end any program that has an mbarrier
+    # (docs/notes/synccheck_clusters.md).
     ({"kv_format": "fp8", "d": 128, "page_size": 16, "h_k": 1}, {"cluster": 16}),
+    ({"kv_format": "fp8", "d": 128, "page_size": 16, "h_q": 8, "h_k": 1, "q_len": 4}, {"cluster": 2}),
     ({"kv_format": "bf16", "d": 256, "page_size": 16, "h_k": 1}, {"cluster": 16}),
+    ({"kv_format": "fp8", "d": 256, "page_size": 16, "h_k": 1}, {"cluster": 4}),
+    ({"kv_format": "bf16", "d": 256, "page_size": 16, "h_q": 16, "h_k": 1}, {"cluster": 8}),
     ({"kv_format": "bf16", "d": 64, "page_size": 64, "h_q": 8, "h_k": 1, "with_sinks": True}, {"cluster": 16}),
 ]
 
@@ -124,7 +128,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Launch a representative set of kernels under compute-sanitizer.")
     parser.add_argument("bundle", help="folder of a bundle built from kernel_specs/proof/paged_decode.yaml")
     parser.add_argument("--only", default="", metavar="TEXT",
-                        help="only launches that are named so: cluster=16, kv_format=fp8, append, ...")  # fmt: skip
+                        help="only launches that are named so: cluster=, kv_format=fp8, append, ...")  # fmt: skip
     options = parser.parse_args()
     library = Library.open(options.bundle)
     gpu = Gpu(library, torch.device("cuda", torch.cuda.current_device()))

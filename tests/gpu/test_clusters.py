@@ -13,6 +13,7 @@ from gpu.test_graphs import STEPS, Captured, with_lengths
 from gpu.test_streams import run_at_once
 
 from cubinery.runtime.errors import PlanError
+from cubinery.runtime.ops.paged_decode.clusters import CLUSTER_SIZES
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
 pytestmark = pytest.mark.gpu
@@ -25,35 +26,38 @@ SIXTEEN = {"cluster": 16}
 
 
 @FORMATS
-def test_plans_of_few_short_sequences_take_clusters(gpu: Gpu, kv_format: str) -> None:
-    """The public call picks the kernel where it was measured to be faster, and every other plan another."""
+def test_plans_of_batches_that_do_not_fill_the_chip_take_clusters(gpu: Gpu, kv_format: str) -> None:
+    """The public call picks the kernel and the size where they were measured to be faster; other plans get another."""
 
     def size(lengths: list[int], choices: dict[str, Any] | None = None, **options: Any) -> int:
         case = gpu.case([min(n, 100) for n in lengths], h_q=8, h_k=1, kv_format=kv_format)
         plan = gpu.decode(case, **(choices or {})).plan(lengths, **case.heads, **options)
         assert isinstance(plan.config, MmaConfig)
-        if plan.config.cluster > 1:
+        if plan.cluster > 1:
             assert plan.workspace_bytes() == 0
             assert plan.splits.max_splits == 1
-        return plan.config.cluster
+        return plan.cluster
 
-    assert size([4000] * 4) == size([0]) == 16
+    assert size([4000] * 4) == size([0]) == size([16384] * 3) == 16
     for options in ({"force_splits": 2}, {"max_splits": 1}, {"pad_to": 4}, {"capturable": True}):
         assert size([4000] * 4, **options) == 1
-    assert size([4000] * 13) == size([100_000]) == size([8193]) == 1
-    assert size([16384] * 3) == 16
+    assert [size([4000] * batch) for batch in (8, 16, 17, 32, 33, 66, 67)] == [8, 8, 4, 4, 2, 2, 1]
+    assert size([100_000]) == size([8193]) == size([9000] * 32) == size([100_000] + [100] * 40) == 1
+    assert size([100_000] * 40) == 2
     assert size([4000], {"cluster": 1}) == 1
     assert size([100_000] * 40, SIXTEEN) == 16
 
 
 @FORMATS
 @pytest.mark.parametrize("heads", HEADS)
-def test_every_length_around_tiles_and_clusters(gpu: Gpu, kv_format: str, heads: dict[str, Any]) -> None:
+@pytest.mark.parametrize("size", CLUSTER_SIZES)
+def test_every_length_around_tiles_and_clusters(gpu: Gpu, kv_format: str, heads: dict[str, Any], size: int) -> None:
     """No key, less than a tile, a tile for some CTAs and none for others, one or several for each, uneven ends."""
     borders = [128 * tiles + more for tiles in (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48) for more in (-1, 0, 1)]
     lengths = [0, 1, 2, 17, 64, 65, 100, *borders, 7000]
     case = gpu.case(lengths, kv_format=kv_format, **heads)
-    plan = gpu.plan(case, SIXTEEN)
+    plan = gpu.plan(case, {"cluster": size})
+    assert plan.cluster == size
     out, lse = run(plan, case)
     check(plan, case, out, lse)
     for _ in range(20):
@@ -109,7 +113,7 @@ def test_a_launch_may_expect_other_lengths_than_there_are(gpu: Gpu, kv_format: s
 def test_launches_on_two_streams_at_once(gpu: Gpu, kv_format: str) -> None:
     """Clusters of two grids compete for the same SMs; nobody waits for what the other keeps away."""
     cases = [gpu.case([3000, 17, 900, 2000], kv_format=kv_format, h_q=16, h_k=2, seed=seed) for seed in (1, 2)]
-    plans = [gpu.plan(case, SIXTEEN) for case in cases]
+    plans = [gpu.plan(case, {"cluster": size}) for case, size in zip(cases, (16, 4), strict=True)]
     run_at_once(gpu, plans, cases, 100)
 
 
@@ -124,8 +128,9 @@ def test_a_cluster_does_not_split(gpu: Gpu) -> None:
 def test_the_driver_says_how_many_clusters_fit(gpu: Gpu) -> None:
     case = gpu.case([300], h_q=8, h_k=1)
     decode = gpu.decode(case, **SIXTEEN)
-    kernel = decode.kernel(decode.config(8), stream=torch.cuda.current_stream().cuda_stream)
+    kernel = decode.kernel(decode.config(8), cluster=16, stream=torch.cuda.current_stream().cuda_stream)
     alone = gpu.decode(gpu.case([300], h_q=6, h_k=1, d=256), **SIXTEEN)
-    fewer = alone.kernel(alone.config(6), stream=torch.cuda.current_stream().cuda_stream)
+    fewer = alone.kernel(alone.config(6), cluster=16, stream=torch.cuda.current_stream().cuda_stream)
     assert 1 <= fewer.max_clusters <= alone.info.sm_count // 16, "a CTA an SM, by its shared memory"
     assert fewer.max_clusters < kernel.max_clusters <= 2 * decode.info.sm_count // 16
+    assert kernel.in_clusters_of(2).max_clusters == 2 * decode.info.sm_count // 2

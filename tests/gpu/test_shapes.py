@@ -11,6 +11,7 @@ from gpu.problems import Case, same_bits
 from gpu.running import Gpu, check, expect, run
 
 from cubinery.runtime.families import parse_key
+from cubinery.runtime.ops.paged_decode.clusters import CLUSTER_SIZES
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.layouts import LAYOUTS
 
@@ -42,15 +43,16 @@ SPLITS: tuple[dict[str, Any], ...] = ({"force_splits": 1}, {"force_splits": 5}, 
 
 
 def test_every_kernel_of_the_bundle(gpu: Gpu, decode_key: str) -> None:
-    """Ratios that fill a part of a row tile, all of it, and several; lengths on borders; split or not."""
+    """Ratios that fill a part of a row tile, all of it, several; lengths on borders; split or not, or in clusters."""
     config = config_of(gpu, decode_key)
     fields, choices = problem_of(config)
     for index, group in enumerate((1, 3, 8, 16)):
         lengths = [*np.random.default_rng(index).permutation(BORDERS)[:10], 2500 if index else 0]
         case = gpu.case(lengths, h_q=2 * group, h_k=2, seed=index, layout=LAYOUTS[index], **fields)
         expected = None
-        for options in SPLITS if config.cluster == 1 else ({},):
-            plan = gpu.plan(case, choices, **options)
+        sizes = [{"cluster": size} for size in (16, (4, 2, 8, 2)[index])]
+        for chosen, options in [({}, o) for o in SPLITS] if config.cluster == 1 else [(size, {}) for size in sizes]:
+            plan = gpu.plan(case, choices | chosen, **options)
             assert plan.keys[0] == decode_key
             out, lse = run(plan, case)
             expected = check_once(plan, case, out, lse, expected)
@@ -176,6 +178,7 @@ def test_random_problems(gpu: Gpu, seed: int) -> None:
         plan_options["max_splits"] = int(rng.choice([1, 2, 5]))
     if config.cluster > 1:
         plan_options |= {"force_splits": 0, "max_splits": None}
+        choices["cluster"] = int(rng.choice(CLUSTER_SIZES))
     run_options: dict[str, Any] = {}
     for name in ("q_descale", "k_descale", "v_descale"):
         shape = [None, (1,), (h_k,), (len(case.lengths), h_k)][int(rng.integers(4))]

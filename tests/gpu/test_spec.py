@@ -17,7 +17,7 @@ from cubinery.runtime.arch import resolve
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.select import Problem, select
 
-MOST_KEYS = 420
+MOST_KEYS = 430
 """A machine of two cores builds these in a quarter of an hour."""
 
 

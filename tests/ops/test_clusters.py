@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from decode_problem import Problem
 from fake_driver import FakeDriver, write_bundle
 from host_kernels import HostKernels
 
-from cubinery.aot.kernels.paged_decode import decode_abi
+from cubinery.aot.kernels.paged_decode import decode_abi, mma_abi
 from cubinery.runtime.errors import AbiError, CaptureError, ConfigError, PlanError
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.decode_config import DecodeConfig
@@ -27,22 +28,51 @@ HEADS = {"num_q_heads": 16, "num_kv_heads": 4}
 
 
 def cluster(decode: PagedDecode, lengths: list[int], **options: Any) -> int:
-    return decode.plan(lengths, **(HEADS | options)).config.cluster
+    return decode.plan(lengths, **(HEADS | options)).cluster
 
 
-def test_few_short_sequences_get_clusters(make_decode: Make) -> None:
-    """Up to as many clusters, and as long sequences, as are faster; and no option says how to split, or what comes."""
-    decode, _ = make_decode(cluster=None)
-    assert cluster(decode, [1]) == cluster(decode, [16384]) == cluster(decode, [8192] * 3) == 16
-    assert cluster(decode, [0, 0]) == 16
-    assert cluster(decode, [16385]) == cluster(decode, [8193] * 3) == cluster(decode, [1] * 4) == 1
+def test_batches_that_do_not_fill_the_chip_get_clusters(make_decode: Make) -> None:
+    """The larger, the fewer there are; as long as sequences are short enough for them."""
+    decode, driver = make_decode(cluster=None)
+    driver.clusters = 66
+    for batch, size, longest in (
+        (1, 16, 16384),
+        (2, 8, 32768),
+        (4, 8, 32768),
+        (5, 4, 8192),
+        (8, 4, 8192),
+        (9, 2, 10**6),
+        (16, 2, 10**6),
+    ):
+        assert cluster(decode, [1] * batch) == cluster(decode, [longest] * batch) == size
+        if size > 2:
+            assert cluster(decode, [longest + 1] * batch) == 1
+    assert cluster(decode, [1] * 17) == 1
+    assert cluster(decode, [0, 0]) == 8
     assert cluster(decode, [8192], num_q_heads=4, num_kv_heads=1) == 16
     assert cluster(decode, [8193], num_q_heads=4, num_kv_heads=1) == 1
+
+
+def test_no_option_says_how_to_split_or_what_comes(make_decode: Make) -> None:
+    decode, _ = make_decode(cluster=None)
+    assert cluster(decode, [100]) == 16
     for options in (
         {"max_splits": 1}, {"max_splits": 4}, {"force_splits": 1}, {"pad_to": 1}, {"policy": "thor"},
         {"min_chunk_tiles": 2}, {"capturable": True},
     ):  # fmt: skip
         assert cluster(decode, [100], **options) == 1
+
+
+def test_all_wait_for_the_longest_sequence(make_decode: Make) -> None:
+    """One that is much longer than the others keeps its CTAs busy when theirs have gone."""
+    decode, driver = make_decode(cluster=None)
+    driver.clusters = 66
+    even, uneven = [10_000] * 15 + [12_000], [1000] * 15
+    assert cluster(decode, even) == 2
+    assert cluster(decode, [*uneven, 2048]) == 2
+    assert cluster(decode, [*uneven, 2049]) == 1
+    assert cluster(decode, [1, 1, 1, 8192]) == 8
+    assert cluster(decode, [1, 1, 1, 8193]) == 1
 
 
 BAD = [
@@ -62,11 +92,28 @@ def test_options_that_cannot_be_are_named(make_decode: Make, asked: int | None, 
         decode.plan([100], **HEADS, **options)
 
 
-def test_a_device_that_holds_too_few_clusters_gets_none(make_decode: Make) -> None:
+def test_a_device_that_holds_too_few_clusters_gets_smaller_ones_or_none(make_decode: Make) -> None:
     decode, driver = make_decode(cluster=None)
     driver.clusters = 3
     assert cluster(decode, [100]) == 1
     assert cluster(decode, [100], num_q_heads=12, num_kv_heads=3) == 16
+    fresh, driver = make_decode(cluster=None)
+    driver.max_clusters = lambda kernel, config: 120 // config.cluster[0]  # type: ignore[method-assign]
+    assert cluster(fresh, [100] * 4) == 4, "16 clusters of 8 do not fit"
+    assert cluster(fresh, [100] * 16) == 1, "nor do 64 of 2"
+
+
+def test_row_tiles_have_clusters_of_their_own(make_decode: Make) -> None:
+    """32 heads a KV head, four tokens: four tiles of 32 rows; too many rows for the CTAs of clusters of 4."""
+    decode, driver = make_decode(cluster=None, q_len=4, group_sizes=(32,))
+    driver.clusters = 66
+    heads = {"num_q_heads": 32, "num_kv_heads": 1}
+    assert decode.config(32).row_tile > 32
+    assert cluster(decode, [100], **heads) == 1, "wgmma serves them"
+    decode, driver = make_decode(cluster=None, q_len=4, group_sizes=(8,))
+    driver.clusters = 66
+    assert decode.config(8).row_tile == 32
+    assert [cluster(decode, [100] * n, num_q_heads=8, num_kv_heads=1) for n in (7, 16, 17, 33)] == [16, 8, 1, 2]
 
 
 def test_a_plan_of_clusters_splits_nothing_and_needs_no_workspace(make_decode: Make, p: Problem) -> None:
@@ -74,11 +121,12 @@ def test_a_plan_of_clusters_splits_nothing_and_needs_no_workspace(make_decode: M
     driver.on_launch = HostKernels(3, 8, 1, True)
     plan = decode.plan(p.lengths, **p.heads)
     assert plan.keys[0].endswith("-cl16")
+    size = plan.cluster
     assert (plan.workspace_bytes(), plan.splits.max_splits, plan.num_work) == (0, 1, 3)
     o, lse = plan.run(*p.tensors)
     (launch,) = driver.launches
-    assert launch.grid == (16, p.h_k, 3)
-    assert launch.config.cluster == (16, 1, 1)
+    assert launch.grid == (size, p.h_k, 3)
+    assert launch.config.cluster == (size, 1, 1)
     split = decode.plan(p.lengths, **p.heads, force_splits=1)
     assert all(torch.equal(a, b) for a, b in zip((o, lse), split.run(*p.tensors), strict=True))
 
@@ -87,7 +135,7 @@ def test_updates_keep_the_kernel(make_decode: Make) -> None:
     decode, _ = make_decode(cluster=None)
     plan = decode.plan([100, 5], **HEADS)
     plan.update([100_000, 0])
-    assert plan.config.cluster == 16
+    assert (plan.config.cluster, plan.cluster) == (16, 8)
     assert plan.num_work == 2
 
 
@@ -125,6 +173,29 @@ def test_a_kernel_that_is_not_told_what_to_expect_serves_too(
     assert plan.config.cluster == 16
 
 
+def test_a_kernel_of_an_older_bundle_has_clusters_of_one_size(
+    make_decode: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves what that size suits; other plans take other kernels, and a size that is asked for is refused."""
+    record = decode_abi.decode_record
+    with monkeypatch.context() as older:
+        older.setattr(mma_abi, "decode_record", lambda *args: replace(record(*args), smaller_clusters=False))
+        decode, driver = make_decode(cluster=None)
+    driver.clusters = 66
+    assert [cluster(decode, [100] * batch) for batch in (1, 2, 8, 16)] == [16, 1, 1, 1]
+    asked = PagedDecode(decode.library, head_dim=128, page_size=16, kv_format="fp8", cluster=8)
+    with pytest.raises(
+        PlanError, match=r"cluster = 8: .* one size alone: build it anew .*clusters of 8 CTAs: expected 16"
+    ):
+        asked.plan([100], **HEADS)
+
+
+def test_what_prints_says_the_size(make_decode: Make) -> None:
+    decode, _ = make_decode(cluster=None)
+    assert "cl16 in clusters of 8>" in repr(decode.plan([100, 100], **HEADS))
+    assert "in clusters" not in repr(decode.plan([100], **HEADS, force_splits=1))
+
+
 def test_a_kernel_of_a_newer_version_says_what_it_would_have_to_be_told(
     make_decode: Make, p: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +230,7 @@ def test_a_cluster_that_is_asked_for_serves_every_plan(make_decode: Make) -> Non
     plans = [
         decode.plan(n, **HEADS, **o) for n, o in (([100_000] * 50, {}), ([5], {"pad_to": 7}), ([5], {"max_splits": 1}))
     ]
-    assert [plan.config.cluster for plan in plans] == [8, 8, 8]
+    assert [plan.cluster for plan in plans] == [8, 8, 8]
     assert [plan.num_work for plan in plans] == [50, 7, 1]
     for name in ("max_splits", "force_splits"):
         with pytest.raises(PlanError, match=f"{name} = 2 with cluster = 8: expected none.*cluster = 1"):
@@ -179,16 +250,16 @@ def test_only_mma_has_clusters() -> None:
 
     wanted = Wanted(head_dim=128, page_size=16, kv_format="fp8", group_size=4)
     for arch in ARCHS.values():
-        assert (select(wanted, arch, cluster=8).impl, select(wanted, arch, cluster=8).cluster) == ("mma", 8)
+        assert (select(wanted, arch, cluster=8).impl, select(wanted, arch, cluster=8).cluster) == ("mma", 16)
         assert select(wanted, arch, cluster=1) == select(wanted, arch)
     for forced in ({"impl": "wgmma"}, {"impl": "tcgen05"}, {"l2_prefetch": 1}):
         with pytest.raises(ConfigError, match=r"cluster = 8 with .*expected 'mma'"):
             select(wanted, ARCHS["sm_110a"], cluster=8, **forced)
-    wrongs: tuple[Any, ...] = (True, 1.0, "8")
+    wrongs: tuple[Any, ...] = (True, 1.0, "8", 0, 32)
     for wrong in wrongs:
         with pytest.raises(ConfigError, match=f"cluster = {wrong!r}"):
             select(wanted, ARCHS["sm_90a"], cluster=wrong)
-    with pytest.raises(ConfigError, match="cluster = 3 is not supported: expected one of 1, 8, 16"):
+    with pytest.raises(ConfigError, match="cluster = 3: expected 1, 2, 4, 8 or 16"):
         select(wanted, ARCHS["sm_90a"], cluster=3)
     wide = Wanted(head_dim=128, page_size=16, kv_format="fp8", group_size=64)
     assert select(wide, ARCHS["sm_90a"], cluster=16).row_tile == 32, "several row tiles, as wide as clusters take"

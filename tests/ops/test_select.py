@@ -164,7 +164,7 @@ def test_a_kernel_for_few_ctas_is_the_same_but_for_its_warps() -> None:
 
 
 def test_a_kernel_of_clusters_is_the_same_but_for_its_grid() -> None:
-    """One token in a format that was measured, and where nobody says how an SM is shared out."""
+    """In a format that was measured, and where nobody says how an SM is shared out."""
     for kv_format in ("bf16", "fp8"):
         for head_dim in (64, 128, 256):
             for group in (1, 8, 16):
@@ -172,8 +172,9 @@ def test_a_kernel_of_clusters_is_the_same_but_for_its_grid() -> None:
                 assert found.clustered == dataclasses.replace(found.config, cluster=16) != found.config
                 assert found.kernels == tuple(c for c in (found.config, found.alone, found.clustered) if c)
     assert choose(problem(kv_format="fp8", sinks=True), H200).clustered is not None
+    assert choose(problem(kv_format="fp8", q_len=4, group_size=8), H200).clustered.row_tile == 32
     for other in (
-        {"kv_format": "nvfp4"}, {"head_dim": 512}, {"group_size": 17}, {"q_len": 2}, {"window": True},
+        {"kv_format": "nvfp4"}, {"head_dim": 512}, {"group_size": 33}, {"window": True},
         {"softcap": True}, {"q_lens": True}, {"q_dtype": "e4m3"},
     ):  # fmt: skip
         assert choose(problem(**{"kv_format": "fp8"} | other), H200).clustered is None

@@ -5,8 +5,9 @@ reference of its implementation.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from cubinery.aot.ptxsim.driver import SimDriver
 from cubinery.aot.references import tolerances
 from cubinery.aot.references.paged_decode_tcgen05 import chunks_of, emulated_attention
 from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.clusters import CLUSTER_SIZES
 from cubinery.runtime.ops.paged_decode.op import PagedDecode, Plan
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -55,7 +57,19 @@ class Bench:
     worst: Worst = field(default_factory=Worst)
     digest: str = ""
     """Of the outputs that every sibling of the kernel must repeat to the bit, under any schedule."""
-    _calls: dict[tuple[int, bool], PagedDecode] = field(default_factory=dict)
+    _calls: dict[tuple[int, bool, int], PagedDecode] = field(default_factory=dict)
+    _plans: int = 0
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of the next plan's clusters: all sizes in turn, from another one on for another kernel.
+
+        From the same one for kernels that must agree to the bit.
+        """
+        if self.splits:
+            return 1
+        first = zlib.crc32(repr(replace(self.config, pdl=False)).encode())
+        return CLUSTER_SIZES[(first + self._plans) % len(CLUSTER_SIZES)]
 
     # -- what the configuration allows ---------------------------------------------------------
 
@@ -110,14 +124,16 @@ class Bench:
 
     def plan(self, case: Case, **options: Any) -> Plan:
         """A plan of the kernel under test. Fails where the public call would launch another."""
-        call = self._calls.get((case.q_len, case.causal))
+        size = self.cluster
+        self._plans += 1
+        call = self._calls.get((case.q_len, case.causal, size))
         if call is None:
-            call = self._calls[case.q_len, case.causal] = PagedDecode(
+            call = self._calls[case.q_len, case.causal, size] = PagedDecode(
                 self.library, impl=self.config.impl, row_tile=self.config.row_tile, head_dim=case.d,
                 page_size=case.page_size, kv_format=case.kv_format,
                 q_len=case.q_len, causal=case.causal, q_dtype=case.q_dtype, window=case.window, softcap=case.softcap,
                 sinks=case.with_sinks, q_lens=case.with_q_lens, ctas_per_sm=self.config.ctas_per_sm,
-                cluster=self.config.cluster, pdl=self.config.pdl, **knobs(self.config),
+                cluster=size, pdl=self.config.pdl, **knobs(self.config),
             )  # fmt: skip
         if not self.splits:
             options = {name: x for name, x in options.items() if name not in ("force_splits", "max_splits")}

@@ -67,6 +67,28 @@ def test_clusters_that_fit_are_asked_of_the_driver_once(kernel: Kernel, driver: 
     assert kernel.max_clusters == 5
 
 
+def test_clusters_may_be_smaller_where_the_record_says_so(tmp_path: Path, driver: FakeDriver) -> None:
+    record = dataclasses.replace(RECORD, cluster=(16, 1, 1), smaller_clusters=True)
+    fake_manifest("sm_90a", [fake_artifact(tmp_path, KEY, [record])]).write(tmp_path)
+    kernel = Library.open(tmp_path, driver=driver)[KEY]
+    assert kernel.in_clusters_of(16) is kernel
+    for size in (2, 4, 8):
+        smaller = kernel.in_clusters_of(size)
+        smaller.bind(VALUES | {"ctas": 3 * size}).launch(0)
+        assert driver.launches[-1].config.cluster == (size, 1, 1)
+        with pytest.raises(ArgumentError, match=rf"multiples of the cluster \({size}, 1, 1\)"):
+            smaller.bind(VALUES | {"ctas": 3 * size - 1})
+    for wrong in (0, 1, 3, 32, "8"):
+        with pytest.raises(ArgumentError, match=r"clusters of .* CTAs: expected 2 or 4 or 8 or 16"):
+            kernel.in_clusters_of(wrong)
+
+
+def test_clusters_have_one_size_where_the_record_does_not(kernel: Kernel) -> None:
+    assert kernel.in_clusters_of(2) is kernel
+    with pytest.raises(ArgumentError, match=r"clusters of 4 CTAs: expected 2$"):
+        kernel.in_clusters_of(4)
+
+
 def test_report_carveout_is_set_before_the_first_launch(kernel: Kernel, driver: FakeDriver) -> None:
     assert kernel._handle.carveout == 50
 

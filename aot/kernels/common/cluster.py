@@ -6,9 +6,21 @@ what others send acquires it with `ptx.mbarrier_wait(..., scope="cluster")`.
 
 from __future__ import annotations
 
-from cutlass import Int32
+from cutlass import Int32, cute
 
 from cubinery.aot.kernels.common.ptx import Fragment, inline
+
+
+def place() -> tuple[Int32, Int32]:
+    """(number of this cluster, rank of this CTA in it), both along x. ptxas would divide for %clusterid."""
+    x = cute.arch.block_idx()[0]
+    number = x >> log2_size()
+    return number, x - (number << log2_size())
+
+
+def log2_size() -> Int32:
+    """Logarithm of the number of CTAs of this launch's clusters along x, which is a power of two."""
+    return Int32(31 - cute.arch.clz(cute.arch.block_in_cluster_dim()[0]))
 
 
 def arrive_relaxed() -> None:

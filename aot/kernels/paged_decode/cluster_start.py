@@ -29,10 +29,10 @@ class ClusterStart(MmaTile):
 
     def chunk(self, rank, key_begin, key_end):
         """A CTA's run of the tiles of a sequence; runs differ by one tile at most, and may be empty."""
-        size = self.config.cluster
+        log2_size = cluster.log2_size()
         tiles = (key_end - key_begin + (TILE_KEYS - 1)) // TILE_KEYS
-        each = tiles // size
-        longer = tiles - each * size  # so many CTAs take a tile more
+        each = tiles >> log2_size
+        longer = tiles - (each << log2_size)  # so many CTAs take a tile more
         begin = key_begin + (rank * each + cutlass.min(rank, longer)) * TILE_KEYS
         tiles = each + cutlass.select_(rank < longer, Int32(1), Int32(0))
         return begin, cutlass.max(begin, cutlass.min(key_end, begin + tiles * TILE_KEYS))
@@ -47,6 +47,7 @@ class ClusterStart(MmaTile):
 
     def meet(self):
         """The computing warps meet, and know that the barriers have been made."""
+        cute.arch.sync_warp()
         cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=self.consumer_threads + 32)
 
     @cute.jit
@@ -57,6 +58,7 @@ class ClusterStart(MmaTile):
         """The loading warpgroup: its first warp keeps the ring full, its second one has made the barriers."""
         c = self.config
         if warp == c.loading_warp + 1:
+            cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=RING_BARRIER, number_of_threads=64)
             cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=self.consumer_threads + 32)
         cluster.arrive_relaxed()  # behind the fence for the barriers
@@ -80,6 +82,7 @@ class ClusterStart(MmaTile):
                         lane, block_table, table_row, num_pages, first_key, key_begin, key_end
                     )
                 first_pages = (pages, ahead)
+            cute.arch.sync_warp()
             cute.arch.barrier(barrier_id=RING_BARRIER, number_of_threads=64)
             self.producer.produce(
                 smem, lane, k_map, v_map, block_table, table_row, head, num_pages, key_begin, key_end, first_key,

@@ -102,6 +102,7 @@ def decode_record(config: DecodeConfig, arch: Arch, k_map: TensorMapSpec, v_map:
         if config.cluster == 1
         else ("row_ctas", "num_kv_heads", "num_seqs"),
         cluster=(config.cluster, 1, 1),
+        smaller_clusters=config.cluster > 1,
         params=params,
         tensor_maps=(k_map, v_map),
         dynamic_smem=config.smem_bytes(arch),

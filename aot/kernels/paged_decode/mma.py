@@ -6,10 +6,11 @@ Roles
     consumers  `row_warps` x `key_warps` warps. Each owns 16 query rows (8 of a row tile of 8, where Q is
                the other operand: mma_operands.py) and a slice of every stage's keys, with a running softmax
                of its own: no barrier but the ring's in the main loop. The slices are merged through shared
-               memory at the end.
+               memory at the end. (Some CTAs of clusters: the warps exchange P instead, mma_exchange.py.)
     producer   the first warp of the last warpgroup. Looks pages up, issues one TMA box per page and
-               128 bytes of head_dim. The rest of its warpgroup idles: registers move between whole
-               warpgroups, and the consumers need the producer's.
+               128 bytes of head_dim. The rest of its warpgroup idles (in clusters, one of its warps makes
+               the barriers and may send m and l): registers move between whole warpgroups, and the
+               consumers need the producer's.
 
 The ring alternates stages of K and V: K0, V0, K1, V1, ... One full and one empty mbarrier each.
 
@@ -42,6 +43,7 @@ from cubinery.aot.kernels.paged_decode.block_scales import head_scales
 from cubinery.aot.kernels.paged_decode.cluster_merge import ClusterMerge
 from cubinery.aot.kernels.paged_decode.cluster_start import ClusterStart
 from cubinery.aot.kernels.paged_decode.mma_compute import Consumer
+from cubinery.aot.kernels.paged_decode.mma_exchange import ExchangingConsumer
 from cubinery.aot.kernels.paged_decode.mma_load import Producer
 from cubinery.aot.kernels.paged_decode.mma_mask import Mask
 from cubinery.aot.kernels.paged_decode.mma_store import Epilogue
@@ -65,7 +67,8 @@ class PagedDecodeMma(MmaTile):
 
     def __init__(self, config: MmaConfig, arch: Arch) -> None:
         super().__init__(config, arch)
-        self.producer, self.consumer = Producer(config, arch), Consumer(config, arch)
+        self.producer = Producer(config, arch)
+        self.consumer = (ExchangingConsumer if config.exchanges_p else Consumer)(config, arch)
         self.epilogue = Epilogue(config, arch)
         self.split_merge = SplitMerge(
             head_dim=config.head_dim, row_tile=config.row_tile, warps=config.consumer_warps, barrier=CONSUMER_BARRIER,
@@ -236,8 +239,15 @@ class PagedDecodeMma(MmaTile):
                     smem, warp, lane, k_map, v_map, block_table, work, item, rank, head, num_pages, ring_depth,
                     block_table_stride, n_q, window, q_lens, expected_keys, scales,
                 )  # fmt: skip
-                live = cutlass.min(n_q - row_block * c.row_tile, c.row_tile)
-                self.cluster_merge.send(smem, tidx, rank, live, softcap)
+                if cutlass.const_expr(c.exchanges_p):
+                    if warp == c.loading_warp + 1:
+                        row0 = row_block * c.row_tile
+                        live = cutlass.min(n_q - row0, c.row_tile)
+                        num_live = live
+                        if cutlass.const_expr(c.q_lens):
+                            tokens = self.mask.tokens(q_lens, item, n_q)
+                            num_live = self.mask.live_rows(tokens, n_q, group_size) - row0
+                        self.cluster_merge.send_stats(smem, lane, rank, live, softcap, num_live)
             else:
                 self.load(
                     smem, warp, lane, k_map, v_map, block_table, head, num_pages, ring_depth, block_table_stride,
@@ -281,6 +291,7 @@ class PagedDecodeMma(MmaTile):
                 if cutlass.const_expr(c.cluster > 1):
                     self.cluster_start.meet()
                     self.cluster_merge.expect(smem, tidx, rank, cutlass.min(n_q - row0, c.row_tile))
+                    cute.arch.sync_warp()
                     cluster.wait()  # every CTA has made its barriers, before anyone sends; now, while K is on its way
                 else:
                     self.sync_consumers()
@@ -293,7 +304,11 @@ class PagedDecodeMma(MmaTile):
                     if cutlass.const_expr(not c.keys_first):  # no register is left to keep what follows from it
                         tidx = ptx.here(tidx) & 1023  # divisions then know that it is positive
                         lane = tidx % 32
-                    self.cluster_merge.put_slices(smem, lane, *place)
+                    if cutlass.const_expr(c.exchanges_p):
+                        live = cutlass.min(n_q - row0, c.row_tile)
+                        self.cluster_merge.send_columns(smem, warp, lane, rank, live, *place)
+                    else:
+                        self.cluster_merge.put_slices(smem, lane, *place)
                 else:
                     seq, _, _, _ = ptx.load_shared_i32x4(smem + ITEM)
                     slot, n_splits, first_slot, _ = ptx.load_shared_i32x4(smem + ITEM + 16)

@@ -103,7 +103,7 @@ class Consumer(MmaTile):
         q_address = smem + self.q_smem + (first_row + q_row) * (c.head_dim * 2) + (q_chunk ^ lane % 8) * 16
         slice_key = key_group * self.warp_keys
         k_lane = self.format.k_lane(smem + self.ring, slice_key, lane)
-        v_lane = self.format.v_lane(smem + self.ring, slice_key, lane, col_group)
+        v_lane = self.v_lane(smem, warp, lane, slice_key, col_group)
 
         rows = [first_row + row for row in self.operands.rows(lane)]
         scales = [score_scale * LOG2E * ptx.load_shared_f32(smem + ROW_SCALE + row * 4) for row in rows]
@@ -120,7 +120,7 @@ class Consumer(MmaTile):
         o, m, l = state
         stage, phase = Int32(0), Int32(0)
         key = key_begin + slice_key + self.operands.first_key(lane)
-        fixed = (smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, span[0], depth)
+        fixed = (smem, warp, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, span[0], depth)
         if cutlass.const_expr(c.window):
             # Masked stages lie at the beginning too. The same two loops walk both ends, so that the code does not grow.
             for turn in cutlass.range(2, unroll=1):
@@ -130,6 +130,10 @@ class Consumer(MmaTile):
         else:
             key, o, m, l, stage, phase = self.walk(fixed, limits, num_full, num_rest, key, o, m, l, stage, phase)
         return key_group, col_group, rows, exp_scale, o, m, l
+
+    def v_lane(self, smem, warp, lane, slice_key, col_group):
+        """Where a lane reads V in the first slot of the ring."""
+        return self.format.v_lane(smem + self.ring, slice_key, lane, col_group)
 
     @cute.jit
     def walk(self, fixed, limits, num_full, num_masked, key, o, m, l, stage, phase):
@@ -155,7 +159,7 @@ class Consumer(MmaTile):
 
     @cute.jit
     def attend(
-        self, smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, length, depth, limits, key,
+        self, smem, warp, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, length, depth, limits, key,
         o, m, l, stage, phase,
     ):  # fmt: skip
         """One stage of K and one of V. `limits` masks scores and the rows of V past the end; None: all visible."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from cubinery.aot.kernels.common import cluster
 from cubinery.aot.kernels.paged_decode.abi import kv_map
 from cubinery.aot.kernels.paged_decode.constants import LOG2E, NEG_INF, TINY
 from cubinery.aot.kernels.paged_decode.mma_kv import format_of
@@ -25,7 +26,8 @@ ROW_STATS = 1792  # fp32 [key_warps][row_tile][2]: m and l of each warp's slice
 WIDE_FULL, WIDE_EMPTY = 2816, 2880  # mbarriers of widened tiles, where there are any
 ITEM = 2944  # int32 [8]: the work item, see `SplitPlan.device_work`, or just its sequence (clusters); not in registers
 INBOX_FULL = 2976  # mbarrier: all has come that the CTAs of a cluster send
-CONSUMER_BARRIER, START_BARRIER, RING_BARRIER, SLICES_BARRIER = 1, 2, 3, 4
+STATS_FULL = 2984  # mbarrier: all computing warps of such a CTA have put m and l into shared memory
+CONSUMER_BARRIER, START_BARRIER, RING_BARRIER = 1, 2, 3
 
 
 class MmaTile:
@@ -56,20 +58,21 @@ class MmaTile:
         self.q_loads = config.head_dim // 16 // self.operands.q_steps
         self.q_in_registers = config.head_dim <= 128
         # Columns of O that one warp holds.
-        self.o_columns = config.head_dim // config.col_warps
+        self.o_columns = config.head_dim // (config.key_warps if config.exchanges_p else config.col_warps)
         self.o_registers = self.o_columns * self.operands.warp_rows // 32
         self.o_pad = config.merge_pitch
         self.q_smem = config.FIXED_SMEM
         self.ring = config.FIXED_SMEM + config.q_bytes
         self.inbox = self.ring + self.stages * config.stage_bytes
         self.slices_beside = config.slices_beside(arch)
-        self.slices = self.inbox + config.inbox_bytes if self.slices_beside else self.ring
+        self.exchange = self.inbox + config.inbox_bytes
+        self.slices = self.exchange if self.slices_beside else self.ring
 
     def place(self):
         """This CTA's row tile, and its rank in its cluster."""
         c = self.config
         x, _, _ = cute.arch.block_idx()
-        return (x, Int32(0)) if c.cluster == 1 else (x // c.cluster, x % c.cluster)
+        return (x, Int32(0)) if c.cluster == 1 else cluster.place()
 
     def num_stages(self, key_begin, key_end):
         """Ring stages of K (and of V) that hold the keys of a work item."""

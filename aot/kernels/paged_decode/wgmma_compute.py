@@ -31,7 +31,7 @@ class WgmmaConsumer(WgmmaTile, Consumer):
 
     @cute.jit
     def attend(
-        self, smem, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, length, depth, limits, key,
+        self, smem, warp, lane, q_address, q_frags, k_lane, v_lane, exp_scale, cap_scales, length, depth, limits, key,
         o, m, l, stage, phase,
     ):  # fmt: skip
         """One tile of K and one of V. `limits` masks scores; None: all keys are visible. V is clean past the end."""

@@ -50,7 +50,7 @@ class DecodeConfig(KernelConfig, ABC):
     sinks: bool = axis("sink", choices=(True, False), default=False, doc="a logit a head in the softmax sum alone")
     softcap: bool = axis("cap", choices=(True, False), default=False, doc="scores are cap * tanh(score / cap)")
     q_lens: bool = axis("ql", choices=(True, False), default=False, doc="a sequence brings q_len tokens or fewer")
-    cluster: int = axis("cl", choices=(1, 8, 16), default=1, doc="CTAs that share a sequence and merge among them")
+    cluster: int = axis("cl", choices=(1, 16), default=1, doc="CTAs that may share a sequence and merge among them")
 
     def canonical(self) -> Self:
         """Without a causal mask the kernel does not depend on q_len, and with one token there is no mask."""

@@ -183,22 +183,58 @@ class MmaConfig(DecodeConfig):
     """Bytes from one part of a share to the next: its columns, m and l in fp32, up to a multiple of 16."""
 
     @property
-    def share_slots(self) -> int:
-        """Shares that one CTA of a cluster merges, at most."""
-        return -(-self.row_tile * self.head_dim // (self.SHARE_COLUMNS * self.cluster))
+    def inbox_bytes(self) -> int:
+        """Shared memory for what the CTAs of a cluster send each other, of which each merges a share of the rows.
+
+        As much for any number of CTAs: fewer of them send more shares each.
+        """
+        return 0 if self.cluster == 1 else self.row_tile * self.head_dim // self.SHARE_COLUMNS * self.SHARE_PITCH
 
     @property
-    def inbox_bytes(self) -> int:
-        """Shared memory for what the CTAs of a cluster send each other, of which each merges a share of the rows."""
-        return 0 if self.cluster == 1 else self.cluster * self.share_slots * self.SHARE_PITCH
+    def exchanges_p(self) -> bool:
+        """Whether the warps of a cluster's CTA exchange P, so that each sums some columns of O over all keys.
+
+        Their slices of O need not be added up then, which long heads gain from; short ones lose more by a barrier a
+        stage. A warp's columns of V are what `ldmatrix` reads, 32 bytes or twice that; narrow formats have less.
+        """
+        return (
+            self.cluster > 1 and self.keys_first and self.head_dim == 256 and self.ctas_per_sm == 1
+            and self.kv_format in ("bf16", "fp8")
+        )  # fmt: skip
+
+    @property
+    def p_bytes(self) -> int:
+        """Shared memory for P of a stage, where warps exchange it."""
+        return self.stage_keys * self.row_tile * 2
+
+    @property
+    def peak_bytes(self) -> int:
+        """Shared memory for the warps' maxima of a stage, where they exchange P."""
+        return self.key_warps * self.row_tile * 4
+
+    @property
+    def column_pitch(self) -> int:
+        """fp32 elements from one row to the next of the columns that a warp sends; the padding avoids conflicts."""
+        return self.head_dim // self.key_warps + 4
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Shared memory where warps exchange P: two stages of P and maxima, and the columns that they send."""
+        return 2 * (self.p_bytes + self.peak_bytes) + 4 * self.column_pitch * self.row_tile * self.key_warps
 
     def slices_beside(self, arch: Arch) -> bool:
         """Whether a CTA of a cluster has room for every warp's O beside the ring: none then waits to put it there."""
-        return self.cluster > 1 and self._room(arch) - self.merge_bytes >= 4 * self.stage_bytes
+        if self.cluster == 1 or self.exchanges_p:
+            return False
+        return self._room(arch) - self.merge_bytes >= 4 * self.stage_bytes
+
+    def beside_bytes(self, arch: Arch) -> int:
+        """Shared memory of a CTA of a cluster for what its warps exchange, or for their O where that fits."""
+        return self.exchange_bytes if self.exchanges_p else self.slices_beside(arch) * self.merge_bytes
 
     def cluster_bytes(self, arch: Arch) -> int:
-        """Shared memory behind the ring: the inbox, and the warps' O where that fits."""
-        return self.inbox_bytes + self.slices_beside(arch) * self.merge_bytes
+        """Shared memory behind the ring: the inbox, and what lies beside it."""
+        return self.inbox_bytes + self.beside_bytes(arch)
 
     def _room(self, arch: Arch) -> int:
         """What buffers that are always there leave of the shared memory."""
@@ -209,7 +245,7 @@ class MmaConfig(DecodeConfig):
 
     def stages(self, arch: Arch) -> int:
         """Ring stages that fit beside the other buffers, at most MOST_STAGES."""
-        room = self._room(arch) - self.slices_beside(arch) * self.merge_bytes
+        room = self._room(arch) - self.beside_bytes(arch)
         return min(MOST_STAGES, room // self.stage_bytes)
 
     def ring_depth(self, arch: Arch, ctas: int) -> int:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cubinery.runtime.arch import resolve, served_by
-from cubinery.runtime.errors import PlanError
+from cubinery.runtime.errors import ArgumentError, PlanError
 from cubinery.runtime.kernel import Kernel
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode import tensors
+from cubinery.runtime.ops.paged_decode.clusters import cluster_sizes
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
@@ -29,7 +30,7 @@ from cubinery.runtime.ops.paged_decode.planner import (
     check_options,
     host_lengths,
 )
-from cubinery.runtime.ops.paged_decode.select import ALONE_TILES, Problem, Selection, choose, suits_clusters
+from cubinery.runtime.ops.paged_decode.select import ALONE_TILES, Problem, Selection, choose
 from cubinery.runtime.ops.paged_decode.streams import check_not_capturing, device_index, raw_stream
 from cubinery.runtime.ops.paged_decode.table import SelectorTable, loads
 from cubinery.runtime.ops.paged_decode.windows import Window, plan_visible
@@ -75,7 +76,7 @@ class PagedDecode:
     ) -> None:
         """`q_len` new tokens a sequence; `impl`, `row_tile` and `ctas_per_sm` override the selector, as do the
         axes of `tcgen05` alone: `convert_warpgroups`, `max_kv_stages`, `l2_prefetch` (tiles) and `kv_evict_first`.
-        `cluster`: 1 never uses clusters, 8 or 16 always uses clusters of so many CTAs; None leaves it to each plan.
+        `cluster`: 1 never uses clusters, 2, 4, 8 or 16 always uses ones of so many CTAs; None leaves it to each plan.
         `table`: what the selector consults instead of the bundle's table.
 
         `window`: how many keys a token sees, its own included (None: all); causal alone.
@@ -108,7 +109,8 @@ class PagedDecode:
         """What the selector consults before its rules; None where the bundle has no table."""
         self._selections: dict[int, Selection] = {}
         self._holds: dict[DecodeConfig, bool] = {}
-        self._kernels: dict[DecodeConfig, Kernel] = {}
+        self._cluster = cluster
+        self._kernels: dict[tuple[DecodeConfig, int], Kernel] = {}
         self.config(1)
 
     def config(self, group_size: int) -> DecodeConfig:
@@ -191,19 +193,20 @@ class PagedDecode:
         }  # fmt: skip
         raw = raw_stream(self.torch_device, stream)
         check_not_capturing(self.library.driver, "plan", raw)
+        size = self._cluster or 1
         if config.cluster > 1:
-            self._check_clusters(config, options, raw)
+            self._check_clusters(config, size, options, raw)
         elif not capturable and _are(
             (policy, max_splits, force_splits, min_chunk_tiles, pad_to), (None, None, 0, 1, 0)
         ):
-            config = self._clustered(selection, lengths, ctas, raw) or config
+            config, size = self._clustered(selection, lengths, ctas, raw) or (config, size)
         if config.cluster > 1:
             own = options | {
                 "max_splits": 1,
                 "force_splits": 0,
                 "pad_to": pad_to or (len(lengths) if capturable else 0),
             }
-            return Plan(self, config, lengths, num_q_heads, num_kv_heads, own, raw)
+            return Plan(self, config, lengths, num_q_heads, num_kv_heads, own, raw, cluster=size)
         window = Window(self.window or 0, self.q_len)
         splits: SplitPlan | None = None
         alone = selection.alone
@@ -223,39 +226,57 @@ class PagedDecode:
             options["pad_to"] = max(len(lengths), min(len(lengths) + spare, MAX_WORK))
         return Plan(self, config, lengths, num_q_heads, num_kv_heads, options, raw, splits)
 
-    def _clustered(self, selection: Selection, lengths: np.ndarray, ctas: int, raw: int) -> DecodeConfig | None:
-        """The selection's kernel of clusters, if it is there and the batch is small enough for it."""
+    def _clustered(
+        self, selection: Selection, lengths: np.ndarray, ctas: int, raw: int
+    ) -> tuple[DecodeConfig, int] | None:
+        """The selection's kernel of clusters and their size, if it is there and the batch suits it."""
         config, clusters = selection.clustered, len(lengths) * ctas
-        if config is None or not suits_clusters(clusters, -(-int(lengths.max()) // TILE_KEYS)):
+        if config is None:
             return None
-        if not self._held(config) or self.kernel(config, stream=raw).max_clusters < clusters:
-            return None
-        return config
+        tiles = -(-lengths // TILE_KEYS)
+        for size in cluster_sizes(config.row_tile, clusters, int(tiles.max()), float(tiles.mean())):
+            if not self._held(config):
+                return None
+            try:
+                kernel = self.kernel(config, cluster=size, stream=raw)
+            except ArgumentError:  # an older bundle's kernel, whose clusters have one size
+                continue
+            if kernel.max_clusters >= clusters:
+                return config, size
+        return None
 
-    def _check_clusters(self, config: DecodeConfig, options: dict[str, Any], raw: int) -> None:
+    def _check_clusters(self, config: DecodeConfig, size: int, options: dict[str, Any], raw: int) -> None:
         """A kernel of clusters that was asked for can do what else was. Raises PlanError."""
         given = options | {"max_splits": 1 if options["max_splits"] is None else options["max_splits"]}
         check_options(*(given[name] for name in PLAN_OPTIONS))
         for name in ("max_splits", "force_splits"):
             if given[name] > 1:
                 raise PlanError(
-                    f"{name} = {given[name]} with cluster = {config.cluster}: expected none, since a cluster shares a "
+                    f"{name} = {given[name]} with cluster = {size}: expected none, since a cluster shares a "
                     "whole sequence; leave it out, or ask for cluster = 1"
                 )
-        if not self.kernel(config, stream=raw).max_clusters:
+        try:
+            kernel = self.kernel(config, cluster=size, stream=raw)
+        except ArgumentError as error:
             raise PlanError(
-                f"cluster = {config.cluster} on {self.info.name}: no part of it holds so many CTAs at once; ask for a "
+                f"cluster = {size}: the bundle's kernel has clusters of one size alone: build it anew with this "
+                f"version of cubinery, or ask for its own size ({error})"
+            ) from None
+        if not kernel.max_clusters:
+            raise PlanError(
+                f"cluster = {size} on {self.info.name}: no part of it holds so many CTAs at once; ask for a "
                 "smaller cluster, or for cluster = 1"
             )
 
     # -- for Plan ------------------------------------------------------------------------------
 
-    def kernel(self, config: DecodeConfig, *, stream: int) -> Kernel:
-        """A decode kernel, loaded at the first request."""
-        found = self._kernels.get(config)
+    def kernel(self, config: DecodeConfig, *, cluster: int, stream: int) -> Kernel:
+        """A decode kernel, loaded at the first request. Raises ArgumentError where it has no such clusters."""
+        found = self._kernels.get((config, cluster))
         if found is None:
             key = self.library.key_for(config, self.device)
-            found = self._kernels[config] = self.library.kernel(key, self.device, role="decode", stream=stream)
+            loaded = self.library.kernel(key, self.device, role="decode", stream=stream)
+            found = self._kernels[config, cluster] = loaded.in_clusters_of(cluster)
         return found
 
     def plan_kernel(self, *, stream: int) -> Kernel:

@@ -43,10 +43,12 @@ class Plan:
 
     def __init__(
         self, decode: PagedDecode, config: DecodeConfig, lengths: Any, num_q_heads: int, num_kv_heads: int,
-        options: dict[str, Any], stream: int, splits: SplitPlan | None = None,
+        options: dict[str, Any], stream: int, splits: SplitPlan | None = None, cluster: int = 1,
     ) -> None:  # fmt: skip
-        """Use `PagedDecode.plan`. `splits`: what `options` give, if that is known already."""
+        """Use `PagedDecode.plan`. `splits`: what `options` give, if that is known already; `cluster`: CTAs of one."""
         self.decode, self.config = decode, config
+        self.cluster = cluster
+        """CTAs that share a sequence; 1: no clusters."""
         self._driver = decode.library.driver
         self._generation, self._alive = process.generation, process.alive
         self.shape = tensors.Shape(
@@ -63,7 +65,7 @@ class Plan:
         if not self._splits_some:
             self._options |= {"max_splits": 1, "force_splits": 0}
         group = self.shape.group_size
-        self._kernel = decode.kernel(config, stream=stream)
+        self._kernel = decode.kernel(config, cluster=cluster, stream=stream)
         self._upload = Upload(decode.torch_device, 8 * self.num_work + self.num_seqs + 1, stream)
         self._counters: dict[int, torch.Tensor] = {}  # of runs with a workspace, by its address
         # Those of the first workspace are made here, so that its first run may be captured.
@@ -77,7 +79,7 @@ class Plan:
         self._lse_like: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
         work = self._upload.tensor.data_ptr()
-        row_ctas = options["q_tiles"] * config.cluster
+        row_ctas = options["q_tiles"] * cluster
         self._one = work + 32 * self.num_work + 4 * self.num_seqs
         self._constants: tensors.Values = {
             "work": work,
@@ -101,7 +103,8 @@ class Plan:
     def __repr__(self) -> str:
         return (
             f"<Plan of {self.num_seqs} sequences: {self.splits.num_items} of {self.num_work} work items, "
-            f"up to {self.splits.max_splits} splits, {self._kernel.key}>"
+            f"up to {self.splits.max_splits} splits, {self._kernel.key}"
+            + (f" in clusters of {self.cluster}>" if self.cluster > 1 else ">")
         )
 
     @property

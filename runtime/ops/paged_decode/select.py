@@ -17,6 +17,7 @@ from typing import Any
 from cubinery.runtime.arch import Arch, resolve
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.errors import ConfigError
+from cubinery.runtime.ops.paged_decode.clusters import CLUSTER_SIZES, cluster_axis
 from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig, MmaConfig, Tcgen05Config, WgmmaConfig
 from cubinery.runtime.ops.paged_decode.table import DECODE_IMPLS, Option, SelectorTable
 
@@ -81,16 +82,6 @@ CTA's would.
 """
 
 
-CLUSTER = 16
-"""CTAs of a cluster in `Selection.clustered`."""
-
-CLUSTER_TILES = ((2, 64), (7, 128), (12, 64))
-"""(clusters of a grid, tiles of its longest sequence) up to which `Selection.clustered` is faster, on an H200.
-
-With one or two, long sequences lack SMs. Seven find a GPC each; from eight on, some SMs have two CTAs and others one.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What serves a problem, and how its sequences are split."""
@@ -119,6 +110,10 @@ def choose(problem: Problem, arch: Arch, *, table: SelectorTable | None = None, 
     `forced` are the choices of `select`. An option of a row counts if it has the values that are forced and its
     configuration fits the arch; where none does, the rules decide. Raises ConfigError as `select` does.
     """
+    size = forced.get("cluster")
+    if size is not None:
+        forced["cluster"] = cluster_axis(size)
+        _check_clusters(size, forced)
     given = {name: value for name, value in forced.items() if value is not None}
     for index, row in enumerate(() if table is None else table.rows):
         if not row.holds(problem):
@@ -134,6 +129,15 @@ def choose(problem: Problem, arch: Arch, *, table: SelectorTable | None = None, 
     return Selection(config, split_policy(arch), config.lone_tile_cost, None, *_others(config, arch, given))
 
 
+def _check_clusters(size: int, forced: Mapping[str, Any]) -> None:
+    """Clusters of several CTAs are asked for with nothing of another implementation. Raises ConfigError."""
+    knob = next((name for name in TCGEN05_KNOBS if forced.get(name) is not None), None)
+    impl = forced.get("impl")
+    if size > 1 and (knob or impl not in (None, MmaConfig.impl)):
+        other = f"{knob} given" if knob else f"impl = {impl!r}"
+        raise ConfigError(f"paged_decode: cluster = {size} with {other}: expected 'mma', whose axis it is")
+
+
 def _others(
     config: DecodeConfig, arch: Arch, given: Mapping[str, Any]
 ) -> tuple[DecodeConfig | None, DecodeConfig | None]:
@@ -143,22 +147,21 @@ def _others(
     latency. Clustered: chunks merge without round trips through L2.
     """
     if (
-        arch.sm != 90 or config.impl != MmaConfig.impl or config.cluster > 1 or config.row_tile > 16
+        arch.sm != 90 or config.impl != MmaConfig.impl or config.cluster > 1 or config.row_tile > 32
         or "ctas_per_sm" in given or config.window or config.softcap or config.q_lens
     ):  # fmt: skip
         return None, None
     alone = clustered = None
-    if (config.head_dim, config.kv_format, config.ctas_per_sm, config.sinks) == (128, "fp8", 2, False):
+    short = (config.head_dim, config.kv_format, config.ctas_per_sm, config.sinks) == (128, "fp8", 2, False)
+    if short and config.row_tile <= 16:
         alone = replace(config, ctas_per_sm=1)
-    common = (config.q_len, config.q_dtype) == (1, "bf16") and config.kv_format in ("bf16", "fp8")
+    common = config.q_dtype == "bf16" and config.kv_format in ("bf16", "fp8")
     if "cluster" not in given and common and config.head_dim <= 256:
-        clustered = replace(config, cluster=CLUSTER)
+        with contextlib.suppress(ConfigError):
+            fitting = replace(config, cluster=CLUSTER_SIZES[-1])
+            fitting.check_arch(arch)
+            clustered = fitting
     return alone, clustered
-
-
-def suits_clusters(clusters: int, tiles: int) -> bool:
-    """Whether so many clusters, whose longest sequence has so many tiles, are fast (CLUSTER_TILES)."""
-    return tiles <= next((most for up_to, most in CLUSTER_TILES if clusters <= up_to), 0)
 
 
 def _serving(option: Option, problem: Problem, arch: Arch, given: Mapping[str, Any]) -> DecodeConfig | None:
@@ -253,10 +256,7 @@ def _by_rules(
         raise ConfigError(
             f"paged_decode: {name} = {value!r} with impl = {impl!r}: expected 'tcgen05', whose axis it is"
         )
-    if cluster not in (None, 1) and (knobs or impl not in (None, MmaConfig.impl)):
-        other = f"{next(iter(knobs))} given" if knobs else f"impl = {impl!r}"
-        raise ConfigError(f"paged_decode: cluster = {cluster!r} with {other}: expected 'mma', whose axis it is")
-    if cluster is not None and (cluster != 1 or type(cluster) is not int):  # whose axis says what is wrong
+    if cluster not in (None, 1):
         return _first_that_fits(_mma(problem, row_tile, ctas_per_sm, pdl, cluster), arch)
     if impl == WgmmaConfig.impl:
         return _first_that_fits(_wgmma(problem, row_tile, ctas_per_sm, pdl), arch)

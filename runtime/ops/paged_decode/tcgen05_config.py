@@ -43,7 +43,7 @@ class Tcgen05Config(DecodeConfig):
 
     head_dim: int = axis("d", choices=(128, 256, 512), doc="elements of one head")
     kv_format: str = axis("kv", choices=("fp8", "e3m2", "e2m3", "e2m1", "nvfp4"), doc="stored element of K and V")
-    cluster: int = axis("cl", choices=(1,), default=1, doc="CTAs that share a sequence and merge among them")
+    cluster: int = axis("cl", choices=(1,), default=1, doc="CTAs that may share a sequence and merge among them")
     row_tile: int = axis("t", choices=(8, 16, 32), default=16, doc="packed query rows of one CTA: the MMA's N")
     window: bool = axis("win", choices=(False,), default=False, doc="served by mma")
     sinks: bool = axis("sink", choices=(False,), default=False, doc="served by mma")

@@ -28,7 +28,7 @@ class WgmmaConfig(MmaConfig):
     head_dim: int = axis("d", choices=(128,), doc="elements of one head")
     kv_format: str = axis("kv", choices=("fp8",), doc="stored element of K and V")
     row_tile: int = axis("t", choices=(64, 128), default=64, doc="packed query rows of one CTA")
-    cluster: int = axis("cl", choices=(1,), default=1, doc="CTAs that share a sequence and merge among them")
+    cluster: int = axis("cl", choices=(1,), default=1, doc="CTAs that may share a sequence and merge among them")
     ctas_per_sm: int = axis("cps", choices=(1,), default=1, doc="CTAs that must fit one SM")
 
     def check_arch(self, arch: Arch) -> None:

@@ -208,3 +208,11 @@ def test_a_relaxed_arrival_publishes_what_a_fence_before_it_covers() -> None:
     run(fenced, 64, blocks=2, cluster=2)
     with pytest.raises(RaceFault, match="of CTA"):
         run(REMOTE.replace("FENCE", ""), 64, blocks=2, cluster=2)
+
+
+def test_lanes_may_come_to_the_fence_one_after_the_other() -> None:
+    """An arrival publishes what each of its threads knew at its own fence, and no more."""
+    fence = "fence.mbarrier_init.release.cluster;"
+    run(REMOTE.replace("FENCE", f"@%p1 {fence} @!%p1 {fence}"), 64, blocks=2, cluster=2)
+    with pytest.raises(RaceFault, match="of CTA"):
+        run(REMOTE.replace("FENCE", f"@!%p1 {fence}"), 64, blocks=2, cluster=2)

@@ -1,0 +1,59 @@
+"""When a cluster of CTAs for each sequence and KV head is the fastest, and how large it is. Imports no numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cubinery.runtime.errors import ConfigError
+
+CLUSTER_SIZES = (2, 4, 8, 16)
+"""CTAs that a cluster may have: a kernel of clusters serves them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRule:
+    """Grids of clusters that are faster than anything else: measured on an H200 (docs/notes/paged_decode_mma.md)."""
+
+    size: int
+    """CTAs of a cluster."""
+    fewest: int
+    most: int
+    """Clusters of the grid: one for each sequence, KV head and row tile."""
+    max_tiles: int
+    """Tiles of the longest sequence, at most, where all are about as long (EVEN)."""
+    max_row_tile: int = 32
+    """At most."""
+
+
+CLUSTER_RULES = (
+    ClusterRule(16, 1, 2, 64),  # alone, long sequences lack SMs
+    ClusterRule(16, 3, 7, 128),  # seven find a GPC each; from eight on, some SMs would have two CTAs and others one
+    ClusterRule(8, 8, 16, 256),
+    ClusterRule(4, 13, 32, 64, max_row_tile=8),
+    ClusterRule(2, 33, 66, 1 << 30),
+)
+
+EVEN = 1.25
+"""Sequences are about as long if the longest has at most this times their mean."""
+
+UNEVEN_TILES = 8
+"""Tiles that a CTA may have of the longest sequence where they are not: all wait for it."""
+
+
+def cluster_sizes(row_tile: int, clusters: int, longest: int, mean: float) -> Iterator[int]:
+    """CTAs of a cluster that suit a grid of so many clusters, best first: take the first that fits the device.
+
+    `longest`, `mean`: tiles of a sequence.
+    """
+    for rule in CLUSTER_RULES:
+        most = rule.max_tiles if longest <= EVEN * mean else min(rule.max_tiles, UNEVEN_TILES * rule.size)
+        if rule.fewest <= clusters <= rule.most and longest <= most and row_tile <= rule.max_row_tile:
+            yield rule.size
+
+
+def cluster_axis(size: int) -> int:
+    """The axis `cluster` of kernels that can be launched in clusters of `size` CTAs. Raises ConfigError."""
+    if type(size) is not int or size not in (1, *CLUSTER_SIZES):
+        raise ConfigError(f"paged_decode: cluster = {size!r}: expected 1, 2, 4, 8 or 16")
+    return 1 if size == 1 else CLUSTER_SIZES[-1]
