@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,8 @@ class Result:
     """What ran: kernel keys and the plan."""
     missing: bool = False
     """The bundle has no kernel for it, or the family none at all."""
+    cluster: int = 1
+    """CTAs of a cluster, of ours."""
 
 
 class Guest(Protocol):
@@ -149,7 +151,9 @@ def _cubinery(decode: PagedDecode, problem: Problem, timer: Timer) -> Result:
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
 
-    return _prove_and_time(call, poison, wrong, timer, f"{' + '.join(plan.keys)}; {plan.splits.num_items} work items")
+    clusters = f" in clusters of {plan.cluster}" if plan.cluster > 1 else ""
+    detail = f"{' + '.join(plan.keys)}{clusters}; {plan.splits.num_items} work items"
+    return replace(_prove_and_time(call, poison, wrong, timer, detail), cluster=plan.cluster)
 
 
 def measure_peer(peer: Peer, problem: Problem, timer: Timer) -> Result:

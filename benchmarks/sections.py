@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import append, paged_decode, peers, report, summary, sweep, sweep_report
+from benchmarks import append, batches, paged_decode, peers, report, summary, sweep, sweep_report
 from benchmarks.ceilings import COPY_BYTES, ReadFloor, copy_rate
 from benchmarks.peer_process import PeerProcess, configurations
 from benchmarks.shapes import Shape
@@ -129,6 +129,15 @@ def sweep_all(run: Run) -> None:
         torch.cuda.empty_cache()
     run.say("", *sweep_report.format_lines(formats, copy_gbps))
     run.sweep |= sweep_report.to_json(neighbours, formats, copy_gbps)
+    run.say("", "batches that do not fill the chip", batches.HEADER)
+    with run.part("batches"):
+        pairs = []
+        for pair in batches.measure(run.library, timer, floor, run.device):
+            pairs.append(pair)
+            run.say(batches.line(pair))
+            torch.cuda.empty_cache()
+    run.say(*batches.LEGEND, batches.last_line(pairs))
+    run.sweep["batches"] = batches.to_json(pairs, copy_gbps)
     with run.part("cache writer"):
         run.say("", "cache writer", append.HEADER)
         written = []

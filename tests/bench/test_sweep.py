@@ -12,7 +12,7 @@ from fake_driver import FakeDriver, write_bundle
 from fake_peers import CountingTimer
 from host_kernels import HostKernels
 
-from benchmarks import append, cli, keys, sections, sweep, sweep_report
+from benchmarks import append, batches, cli, keys, sections, sweep, sweep_report
 from benchmarks.paged_decode import OURS, Result, Row
 from benchmarks.shapes import NARROW, SHAPES, Problem, Shape
 from benchmarks.sweep import BASE, Measured, Point
@@ -172,9 +172,10 @@ def test_a_whole_sweep_without_kernels_lists_everything(tmp_path: Path, monkeypa
         "neighbours": len(sweep.points()),
         "formats": 15,
         "appends": 6 * len(append.SHAPES),
+        "batches": len(list(batches.shapes())),
     }
     assert all(entry["missing"] for entries in run.sweep.values() for entry in entries)
-    assert sum("missing: " in text for text in said) == len(sweep.points()) + 15 + 6 * len(append.SHAPES)
+    assert sum("missing: " in text for text in said) == sum(map(len, run.sweep.values()))
     assert not sections.failed(run)  # a bundle need not hold all of it
     run.sweep["appends"][0] |= {"missing": False, "failed": True}
     assert sections.failed(run)
