@@ -156,7 +156,6 @@ class ClusterMerge(Epilogue):
     @cute.jit
     def send_stats(self, smem, lane, rank, live, softcap, num_live):
         """Send m and l of all rows once the computing warps have put theirs: by a warp that has nothing else to do."""
-        cluster.wait()  # as those warps do: before anyone sends
         ptx.mbarrier_wait(smem + STATS_FULL, Int32(0))
         self.send_row(smem, lane, rank, live, softcap, num_live)
 
