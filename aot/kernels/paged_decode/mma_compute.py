@@ -164,12 +164,7 @@ class Consumer(MmaTile):
     ):  # fmt: skip
         """One stage of K and one of V. `limits` masks scores and the rows of V past the end; None: all visible."""
         c = self.config
-        k_offset, k_full, k_empty = stage * c.stage_bytes, smem + FULL + stage * 8, smem + EMPTY + stage * 8
-        ptx.mbarrier_wait(k_full, phase)
-        stage, phase = self.advance(stage, phase, depth)
-        v_offset, v_full, v_empty = stage * c.stage_bytes, smem + FULL + stage * 8, smem + EMPTY + stage * 8
-        v_phase = phase
-        stage, phase = self.advance(stage, phase, depth)
+        k_offset, k_empty, v_offset, v_full, v_empty, v_phase, stage, phase = self.wait_for_k(smem, stage, phase, depth)
         for step in cutlass.range(self.warp_keys // self.step_keys, unroll=1):
             first = step * self.step_keys
             scores = self.scores(self.format.move(k_lane, k_offset, first), q_address, q_frags)
@@ -186,6 +181,17 @@ class Consumer(MmaTile):
         if cutlass.const_expr(limits is None or self.mask.may_be_early):
             self.release(lane, (v_empty,) if self.frees_k_early else (k_empty, v_empty))
         return o, m, l, stage, phase
+
+    def wait_for_k(self, smem, stage, phase, depth):
+        """Wait for a stage's K; returns its offset in the ring and empty barrier, V's offset, barriers and phase, and
+        the slot and phase behind them.
+        """
+        size = self.config.stage_bytes
+        k_offset, k_empty = stage * size, smem + EMPTY + stage * 8
+        ptx.mbarrier_wait(smem + FULL + stage * 8, phase)
+        stage, v_phase = self.advance(stage, phase, depth)
+        v_offset, v_full, v_empty = stage * size, smem + FULL + stage * 8, smem + EMPTY + stage * 8
+        return k_offset, k_empty, v_offset, v_full, v_empty, v_phase, *self.advance(stage, v_phase, depth)
 
     @cute.jit
     def release(self, lane, barriers):

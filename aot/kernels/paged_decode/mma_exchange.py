@@ -14,7 +14,6 @@ from cutlass import Float32, cute
 
 from cubinery.aot.kernels.common import ptx
 from cubinery.aot.kernels.paged_decode.mma_compute import Consumer
-from cubinery.aot.kernels.paged_decode.mma_tile import EMPTY, FULL
 from cubinery.runtime.arch import Arch
 from cubinery.runtime.ops.paged_decode.config import MmaConfig
 
@@ -42,12 +41,7 @@ class ExchangingConsumer(Consumer):
     ):  # fmt: skip
         """One stage of K and one of V, as `Consumer.attend`. Between stages all warps have the same m."""
         c = self.config
-        k_offset, k_full, k_empty = stage * c.stage_bytes, smem + FULL + stage * 8, smem + EMPTY + stage * 8
-        ptx.mbarrier_wait(k_full, phase)
-        stage, phase = self.advance(stage, phase, depth)
-        v_offset, v_full, v_empty = stage * c.stage_bytes, smem + FULL + stage * 8, smem + EMPTY + stage * 8
-        v_phase = phase
-        stage, phase = self.advance(stage, phase, depth)
+        k_offset, k_empty, v_offset, v_full, v_empty, v_phase, stage, phase = self.wait_for_k(smem, stage, phase, depth)
         stage_key = key - warp * self.warp_keys - self.operands.first_key(lane)
         parity = stage_key // c.stage_keys % 2
         p_area, peaks = smem + self.exchange + parity * c.p_bytes, smem + self.peaks + parity * c.peak_bytes

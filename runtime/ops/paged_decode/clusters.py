@@ -34,6 +34,9 @@ CLUSTER_RULES = (
     ClusterRule(2, 33, 66, 1 << 30),
 )
 
+MOST_CLUSTERS = max(rule.most for rule in CLUSTER_RULES)
+"""Clusters of a grid beyond which none is formed."""
+
 EVEN = 1.25
 """Sequences are about as long if the longest has at most this times their mean."""
 

@@ -18,7 +18,7 @@ from cubinery.runtime.errors import ArgumentError, PlanError
 from cubinery.runtime.kernel import Kernel
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode import tensors
-from cubinery.runtime.ops.paged_decode.clusters import cluster_sizes
+from cubinery.runtime.ops.paged_decode.clusters import MOST_CLUSTERS, cluster_sizes
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
@@ -231,7 +231,7 @@ class PagedDecode:
     ) -> tuple[DecodeConfig, int] | None:
         """The selection's kernel of clusters and their size, if it is there and the batch suits it."""
         config, clusters = selection.clustered, len(lengths) * ctas
-        if config is None:
+        if config is None or clusters > MOST_CLUSTERS:
             return None
         tiles = -(-lengths // TILE_KEYS)
         for size in cluster_sizes(config.row_tile, clusters, int(tiles.max()), float(tiles.mean())):
