@@ -33,7 +33,7 @@ class Captured:
         self.graph = torch.cuda.CUDAGraph()
         if seq_lens is not None:
             plan.update_on_device(seq_lens)
-        if plan._counters:  # of another workspace; the run makes those of this one
+        if plan._partials.counters:  # of another workspace; the run makes those of this one
             plan.run(*cases[0].tensors, out=self.outs[0], lse=self.lses[0], workspace=self.workspace, **options)
             self.outs[0].fill_(float("nan"))
             self.lses[0].fill_(float("nan"))

@@ -73,9 +73,9 @@ def test_one_plan_on_two_streams_with_a_workspace_each(gpu: Gpu, kv_format: str)
             plan.run(*case.tensors, out=out[i], workspace=workspace, stream=stream)
     gpu.synchronize()
     assert all(same_bits(o, expected[0]) for side in outs for o in side)
-    assert {len(c) for c in plan._counters.values()} == {plan.partial_slots * case.h_k}
-    assert len(plan._counters) == 3  # of the two workspaces here and of the one of the first run
-    assert not any(bool(c.any()) for c in plan._counters.values())
+    assert {len(c) for c in plan._partials.counters.values()} == {plan.partial_slots * case.h_k}
+    assert len(plan._partials.counters) == 3  # of the two workspaces here and of the one of the first run
+    assert not any(bool(c.any()) for c in plan._partials.counters.values())
 
 
 def test_an_operator_is_shared_by_streams_of_which_one_is_late(gpu: Gpu) -> None:

@@ -281,6 +281,6 @@ def test_whichever_chunk_ends_last_merges_and_leaves_zero_counters(make_decode: 
             lse.fill_(torch.nan)
             plan.run(*p.tensors, out=out, lse=lse, workspace=workspace)
             check(p, out, lse)
-            assert not any(counters.any() for counters in plan._counters.values())
+            assert not any(counters.any() for counters in plan._partials.counters.values())
     assert len(driver.launches) == 6
-    assert len(plan._counters) == 1
+    assert len(plan._partials.counters) == 1

@@ -17,6 +17,7 @@ from cubinery.runtime.ops.paged_decode import tensors
 from cubinery.runtime.ops.paged_decode.calls import UNKNOWN, Call, Recent
 from cubinery.runtime.ops.paged_decode.config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
+from cubinery.runtime.ops.paged_decode.partials import Partials
 from cubinery.runtime.ops.paged_decode.planner import SplitPlan, host_lengths
 from cubinery.runtime.ops.paged_decode.streams import Upload, check_not_capturing, current_stream, on_stream, raw_stream
 from cubinery.runtime.ops.paged_decode.windows import Window, plan_visible
@@ -67,15 +68,16 @@ class Plan:
         group = self.shape.group_size
         self._kernel = decode.kernel(config, cluster=cluster, stream=stream)
         self._upload = Upload(decode.torch_device, 8 * self.num_work + self.num_seqs + 1, stream)
-        self._counters: dict[int, torch.Tensor] = {}  # of runs with a workspace, by its address
-        # Those of the first workspace are made here, so that its first run may be captured.
-        self._spare = [self._make_counters(stream)] if self._splits_some else []
+        self._partials = Partials(
+            self._driver, decode.torch_device, self._upload, stream, slots=self.partial_slots,
+            rows=num_kv_heads * self.shape.n_q, head_dim=decode.head_dim,
+            counters=self.partial_slots * num_kv_heads * options["q_tiles"],
+        )  # fmt: skip
         self._ordered = -1  # the stream that last ran, known to follow the upload
         self._current, self._current_of = current_stream(decode.torch_device)
         self._calls: dict[tuple[int, int], Call] = {}  # by the addresses of K and V
         self._recent: Recent = {}
         self._device_planner: DevicePlanner | None = None
-        self._workspace: torch.Tensor | None = None
         self._lse_like: torch.Tensor | None = None
         self._send(self.splits, lengths, stream)
         work = self._upload.tensor.data_ptr()
@@ -136,13 +138,7 @@ class Plan:
 
     def workspace_bytes(self) -> int:
         """Bytes that `run` needs as its workspace (16-byte aligned); 0 if nothing can be split."""
-        return self.partial_slots * self._row_counts() * 4 * (self.shape.head_dim + 2) + (
-            16 if self._splits_some else 0
-        )
-
-    def _row_counts(self) -> int:
-        """Output rows of one partial slot."""
-        return self.shape.num_kv_heads * self.shape.n_q
+        return self._partials.nbytes
 
     def update(self, seq_lens: Any, *, stream: Any = None) -> None:
         """Replan for new lengths of the same sequences, in the same device memory and the same grid.
@@ -381,7 +377,7 @@ class Plan:
         if lse is not None and not same[8]:
             values |= tensors.lse(lse, shape)
         if not same[9]:
-            values |= self._partials(workspace, raw)
+            values |= self._partials.values(workspace, raw)
         if not same[10]:
             values |= tensors.sinks(sinks, shape, wanted=self.config.sinks)
         if not same[11]:
@@ -445,46 +441,6 @@ class Plan:
         if call is not None:
             call.forget(self._recent)
 
-    def _partials(self, workspace: torch.Tensor | None, raw: int) -> tensors.Values:
-        """Addresses of the partial results in the workspace."""
-        needed = self.workspace_bytes()
-        if workspace is None:
-            if self._workspace is None and needed:
-                with on_stream(self.decode.torch_device, raw):
-                    self._workspace = torch.empty(needed, dtype=torch.uint8, device=self.decode.torch_device)
-            workspace = self._workspace
-        base = 0 if workspace is None else tensors.workspace(workspace, self.decode.torch_device, needed)
-        if not needed:  # nothing is split, so nobody reads or writes these
-            base = self._upload.tensor.data_ptr()
-        rows = self.partial_slots * self._row_counts()
-        m_partial = base + rows * self.shape.head_dim * 4
-        return {
-            "o_partial": base,
-            "m_partial": m_partial,
-            "l_partial": -(-(m_partial + rows * 4) // 16) * 16,
-            "counters": self._counters_of(base if needed else 0, raw),
-        }
-
-    def _counters_of(self, workspace: int, raw: int) -> int:
-        """Address of the counters that runs with this workspace share: zero now, and after every launch."""
-        if not workspace:  # nothing is split, so nobody counts
-            return self._upload.tensor.data_ptr()
-        counters = self._counters.get(workspace)
-        if counters is None:
-            if not self._spare and self._driver.is_capturing(raw):
-                raise CaptureError(
-                    "a plan's first run with a second workspace makes zeroed counters, which a graph capture would "
-                    "zero at each replay instead: run once with this workspace before the capture"
-                )
-            counters = self._counters[workspace] = self._spare.pop() if self._spare else self._make_counters(raw)
-        return counters.data_ptr()
-
-    def _make_counters(self, raw: int) -> torch.Tensor:
-        """A zero for every partial slot, KV head and row tile."""
-        size = self.partial_slots * self.shape.num_kv_heads * self._options["q_tiles"]
-        with on_stream(self.decode.torch_device, raw):
-            return torch.zeros(size, dtype=torch.int32, device=self.decode.torch_device)
-
     def _check_table(self, table: torch.Tensor, num_pages: int, raw: int) -> None:
         """Every entry that the kernel will look up names a page. Waits for the device."""
         if self._driver.is_capturing(raw):
@@ -509,7 +465,7 @@ class Plan:
         """Make a stream that did not carry the upload follow it."""
         if raw != self._upload.stream and self._driver.is_capturing(raw):
             return  # an event from outside may not enter a capture; whoever replays orders it after the update
-        self._upload.order(raw, self._workspace, *self._counters.values())
+        self._upload.order(raw, *self._partials.allocated)
         self._ordered = raw
 
 
