@@ -236,7 +236,9 @@ def test_edge_20_a_workspace_of_nan(gpu: Gpu, kv_format: str) -> None:
 
 def _zero(plan: Any) -> bool:
     """Whether all counters of a plan are zero, and it has some. Waits."""
-    return len(plan._counters) > 0 and not any(bool(counters.any()) for counters in plan._counters.values())
+    return len(plan._partials.counters) > 0 and not any(
+        bool(counters.any()) for counters in plan._partials.counters.values()
+    )
 
 
 @FORMATS
@@ -258,7 +260,7 @@ def test_merging_gives_the_same_bits_however_chunks_end(gpu: Gpu, kv_format: str
             plan.run(*case.tensors, out=outs[i], lse=sums[i], workspace=workspace)
         assert same_bits(outs, out.expand_as(outs))
         assert same_bits(sums, lse.expand_as(sums))
-    assert len(plan._counters) == 2
+    assert len(plan._partials.counters) == 2
     assert _zero(plan)
 
 
@@ -274,7 +276,7 @@ def test_counters_are_zero_whatever_plan_comes_next(gpu: Gpu, kv_format: str) ->
         out, lse = plan.run(*case.tensors, workspace=workspace)
         check(plan, case, out, lse)
         assert _zero(plan)
-    assert len(plan._counters) == 1
+    assert len(plan._partials.counters) == 1
 
 
 @FORMATS

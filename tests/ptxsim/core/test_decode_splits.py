@@ -53,8 +53,8 @@ def run(plan: Plan, p: Problem, **options: Any) -> tuple[torch.Tensor, torch.Ten
     expected = paged_attention(*p.tensors, p.lengths, q_len=p.q_len, causal=True, kv_format=p.kv_format)
     found = deviation(o.double().numpy(), lse.numpy(), *expected)
     assert found.within(PAGED_DECODE["mma"]), f"{plan!r}: {found}"
-    assert plan._counters
-    assert not any(counters.any() for counters in plan._counters.values())
+    assert plan._partials.counters
+    assert not any(counters.any() for counters in plan._partials.counters.values())
     return o, lse
 
 
@@ -79,7 +79,7 @@ def test_one_plan_launched_again_and_again(simulated: Simulated, schedule: str) 
         plan.update(p.lengths)
         assert plan.splits.splits[:, 0].tolist() == [1, 1, 2, 1]
         run(plan, p, workspace=workspace)
-    assert len(plan._counters) == 2
+    assert len(plan._partials.counters) == 2
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_each_row_tile_has_a_counter(simulated: Simulated, schedule: str) -> Non
         plan = plan_of(simulated, p, force_splits=3)
         run(plan, p)
         run(plan, p)
-    (counters,) = plan._counters.values()
+    (counters,) = plan._partials.counters.values()
     assert len(counters) == plan.partial_slots * 2
 
 
