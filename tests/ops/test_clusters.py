@@ -92,13 +92,15 @@ def test_options_that_cannot_be_are_named(make_decode: Make, asked: int | None, 
         decode.plan([100], **HEADS, **options)
 
 
-def test_a_device_that_holds_too_few_clusters_gets_smaller_ones_or_none(make_decode: Make) -> None:
+def test_a_device_that_holds_too_few_clusters_gets_smaller_ones_or_none(
+    make_decode: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decode, driver = make_decode(cluster=None)
     driver.clusters = 3
     assert cluster(decode, [100]) == 1
     assert cluster(decode, [100], num_q_heads=12, num_kv_heads=3) == 16
     fresh, driver = make_decode(cluster=None)
-    driver.max_clusters = lambda kernel, config: 120 // config.cluster[0]  # type: ignore[method-assign]
+    monkeypatch.setattr(driver, "max_clusters", lambda kernel, config: 120 // config.cluster[0])
     assert cluster(fresh, [100] * 4) == 4, "16 clusters of 8 do not fit"
     assert cluster(fresh, [100] * 16) == 1, "nor do 64 of 2"
 

@@ -231,12 +231,10 @@ class PagedDecode:
     ) -> tuple[DecodeConfig, int] | None:
         """The selection's kernel of clusters and their size, if it is there and the batch suits it."""
         config, clusters = selection.clustered, len(lengths) * ctas
-        if config is None or clusters > MOST_CLUSTERS:
+        if config is None or clusters > MOST_CLUSTERS or not self._held(config):
             return None
         tiles = -(-lengths // TILE_KEYS)
         for size in cluster_sizes(config.row_tile, clusters, int(tiles.max()), float(tiles.mean())):
-            if not self._held(config):
-                return None
             try:
                 kernel = self.kernel(config, cluster=size, stream=raw)
             except ArgumentError:  # an older bundle's kernel, whose clusters have one size

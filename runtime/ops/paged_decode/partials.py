@@ -14,25 +14,25 @@ class Partials:
     """The workspaces that a plan runs with: its own, made when it is first needed, and those of its caller."""
 
     def __init__(
-        self, driver: Driver, device: torch.device, upload: Upload, stream: int, *, slots: int, rows: int,
-        head_dim: int, counters: int,
+        self, driver: Driver, device: torch.device, upload: Upload, stream: int, *, rows: int, head_dim: int,
+        counters: int,
     ) -> None:  # fmt: skip
-        """`slots` partial results of `rows` output rows each, 0 where nothing is split; so many `counters`.
+        """Room for so many output `rows` of partial results, 0 where nothing is split, and so many `counters`.
 
         Made before the plan's `upload` is written: whoever follows that on another stream then follows this too.
         """
         self._driver, self._device, self._upload = driver, device, upload
-        self.slots, self._rows, self._head_dim, self._size = slots, slots * rows, head_dim, counters
+        self._rows, self._head_dim, self._size = rows, head_dim, counters
         self._own: torch.Tensor | None = None
         self.counters: dict[int, torch.Tensor] = {}
         """Of runs with a workspace, by its address."""
         # Those of the first workspace are made here, so that its first run may be captured.
-        self._spare = [self._make_counters(stream)] if slots else []
+        self._spare = [self._make_counters(stream)] if rows else []
 
     @property
     def nbytes(self) -> int:
         """Bytes of a workspace (16-byte aligned); 0 where nothing is split."""
-        return self._rows * 4 * (self._head_dim + 2) + (16 if self.slots else 0)
+        return self._rows * 4 * (self._head_dim + 2) + (16 if self._rows else 0)
 
     @property
     def allocated(self) -> list[torch.Tensor | None]:

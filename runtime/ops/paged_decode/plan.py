@@ -68,10 +68,10 @@ class Plan:
         group = self.shape.group_size
         self._kernel = decode.kernel(config, cluster=cluster, stream=stream)
         self._upload = Upload(decode.torch_device, 8 * self.num_work + self.num_seqs + 1, stream)
+        heads = self.partial_slots * num_kv_heads
         self._partials = Partials(
-            self._driver, decode.torch_device, self._upload, stream, slots=self.partial_slots,
-            rows=num_kv_heads * self.shape.n_q, head_dim=decode.head_dim,
-            counters=self.partial_slots * num_kv_heads * options["q_tiles"],
+            self._driver, decode.torch_device, self._upload, stream, rows=heads * self.shape.n_q,
+            head_dim=decode.head_dim, counters=heads * options["q_tiles"],
         )  # fmt: skip
         self._ordered = -1  # the stream that last ran, known to follow the upload
         self._current, self._current_of = current_stream(decode.torch_device)
