@@ -240,10 +240,9 @@ class PagedDecodeMma(MmaTile):
                     block_table_stride, n_q, window, q_lens, expected_keys, scales,
                 )  # fmt: skip
                 if cutlass.const_expr(c.exchanges_p):
-                    # Before anyone sends. All warps: racecheck takes what one alone reads for a race.
-                    cute.arch.sync_warp()
-                    cluster.wait()
                     if warp == c.loading_warp + 1:
+                        cute.arch.sync_warp()
+                        cluster.wait()  # before it sends
                         row0 = row_block * c.row_tile
                         live = cutlass.min(n_q - row0, c.row_tile)
                         num_live = live

@@ -41,6 +41,11 @@ class Operands(ABC):
     def is_first(self, lane: Any) -> Any:
         """Whether a lane is the first of those that share its rows."""
 
+    @property
+    def first_lanes(self) -> int:
+        """How many lanes of a warp are: each has two rows."""
+        return self.warp_rows // 2
+
     @abstractmethod
     def first_key(self, lane: Any) -> Any:
         """A lane's first key of S."""
