@@ -26,7 +26,7 @@ ARCHS := $(subst $(comma), ,$(ARCH))
 ARCH_FLAGS  = $(foreach a,$(ARCHS),--arch $(a))
 BUILD_FLAGS = $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) --out $(OUT) $(if $(JOBS),--jobs $(JOBS))
 
-.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize proof bench bench-append bench-planning tune bench-host bench-build clean distclean install need-arch
+.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize proof bench bench-append bench-planning bench-clusters tune bench-host bench-build clean distclean install need-arch
 
 help:  ## Show this list
 	@echo "Targets (variables: ARCH, SPEC, OUT, JOBS, BUNDLE, DIST, PYTEST_ARGS, PYTHON):"
@@ -111,6 +111,9 @@ bench-append:  ## Measure the cache writers of BUNDLE=... against the copy rate 
 
 bench-planning:  ## Measure planning on the device with BUNDLE=... (needs a GPU and no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks.planning $(BENCH_ARGS)
+
+bench-clusters:  ## Measure BUNDLE=... in clusters of every size beside plans without them (needs a GPU and no compiler)
+	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks.clusters $(BENCH_ARGS)
 
 tune:  ## Measure which kernels of BUNDLE=... are the fastest, as a selector table for the next build (needs a GPU)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks.tune $(BENCH_ARGS)

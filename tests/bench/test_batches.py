@@ -18,7 +18,7 @@ from benchmarks.paged_decode import OURS, Result, Row
 from benchmarks.timing import Time
 from cubinery.runtime.arch import resolve
 from cubinery.runtime.library import Library
-from cubinery.runtime.ops.paged_decode.clusters import CLUSTER_RULES, cluster_sizes
+from cubinery.runtime.ops.paged_decode.clusters import CLUSTER_RULES, cluster_rules
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS
 from cubinery.runtime.ops.paged_decode.select import Problem, choose, outcomes
 
@@ -34,7 +34,7 @@ def pair(us: float | None, without: float | None, cluster: int = 8) -> Pair:
 
 
 def test_every_rule_of_the_selector_is_measured() -> None:
-    """Each size is taken by some batch of these, also where the rule ends, and some batches take none."""
+    """Each is taken by some batch of these, and some batches take none."""
     taken = set()
     for shape, kv_format in batches.shapes():
         problem = Problem(
@@ -43,8 +43,11 @@ def test_every_rule_of_the_selector_is_measured() -> None:
         config = choose(problem, resolve("sm_90a")).clustered
         assert config is not None
         tiles = -(-shape.lens[0] // TILE_KEYS)
-        taken.add(next(cluster_sizes(config.row_tile, len(shape.lens), tiles, tiles), None))
-    assert taken == {None, *(rule.size for rule in CLUSTER_RULES)}
+        rules = cluster_rules(
+            len(shape.lens), row_tile=config.row_tile, row_bytes=config.row_bytes, longest=tiles, mean=tiles
+        )
+        taken.add(next(rules, None))
+    assert taken == {None, *CLUSTER_RULES}
 
 
 def test_a_plan_with_clusters_may_not_be_slower() -> None:

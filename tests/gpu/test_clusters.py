@@ -41,9 +41,10 @@ def test_plans_of_batches_that_do_not_fill_the_chip_take_clusters(gpu: Gpu, kv_f
     assert size([4000] * 4) == size([0]) == size([16384] * 3) == 16
     for options in ({"force_splits": 2}, {"max_splits": 1}, {"pad_to": 4}, {"capturable": True}):
         assert size([4000] * 4, **options) == 1
-    assert [size([4000] * batch) for batch in (8, 16, 17, 32, 33, 66, 67)] == [8, 8, 4, 4, 2, 2, 1]
-    assert size([100_000]) == size([8193]) == size([9000] * 32) == size([100_000] + [100] * 40) == 1
-    assert size([100_000] * 40) == 2
+    assert [size([4000] * batch) for batch in (8, 16, 17, 32, 36, 66, 67)] == [8, 8, 4, 4, 2, 2, 1]
+    assert size([100_000]) == size([16385]) == size([9000] * 32) == size([100_000] + [100] * 63) == 1
+    assert size([100_000] * 64) == 2
+    assert size([100_000] * 40) == 1
     assert size([4000], {"cluster": 1}) == 1
     assert size([100_000] * 40, SIXTEEN) == 16
 

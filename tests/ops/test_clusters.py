@@ -17,11 +17,17 @@ from decode_problem import Problem
 from fake_driver import FakeDriver, write_bundle
 from host_kernels import HostKernels
 
+from benchmarks.clusters import read
 from cubinery.aot.kernels.paged_decode import decode_abi, mma_abi
+from cubinery.runtime.arch import ARCHS
 from cubinery.runtime.errors import AbiError, CaptureError, ConfigError, PlanError
 from cubinery.runtime.library import Library
+from cubinery.runtime.ops.paged_decode.clusters import CLUSTER_RULES, cluster_rules
+from cubinery.runtime.ops.paged_decode.config import TILE_KEYS
 from cubinery.runtime.ops.paged_decode.decode_config import DecodeConfig
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
+from cubinery.runtime.ops.paged_decode.select import Problem as Wanted
+from cubinery.runtime.ops.paged_decode.select import choose, select
 
 Make = Callable[..., tuple[PagedDecode, FakeDriver]]
 HEADS = {"num_q_heads": 16, "num_kv_heads": 4}
@@ -40,17 +46,47 @@ def test_batches_that_do_not_fill_the_chip_get_clusters(make_decode: Make) -> No
         (2, 8, 32768),
         (4, 8, 32768),
         (5, 4, 8192),
-        (8, 4, 8192),
-        (9, 2, 10**6),
+        (8, 4, 4096),
+        (9, 2, 4096),
+        (10, 2, 8192),
+        (11, 2, 8192),
+        (12, 2, 10**6),
+        (13, 2, 8192),
+        (15, 2, 8192),
         (16, 2, 10**6),
     ):
         assert cluster(decode, [1] * batch) == cluster(decode, [longest] * batch) == size
-        if size > 2:
+        if longest < 10**6:
             assert cluster(decode, [longest + 1] * batch) == 1
     assert cluster(decode, [1] * 17) == 1
     assert cluster(decode, [0, 0]) == 8
     assert cluster(decode, [8192], num_q_heads=4, num_kv_heads=1) == 16
-    assert cluster(decode, [8193], num_q_heads=4, num_kv_heads=1) == 1
+    assert cluster(decode, [16384], num_q_heads=4, num_kv_heads=1) == 16
+    assert cluster(decode, [16385], num_q_heads=4, num_kv_heads=1) == 1
+
+
+def test_what_was_measured_to_be_slower_is_not_chosen() -> None:
+    """And what was measured to be much faster is: each rule has measurements to stand on (`make bench-clusters`)."""
+    grounds = set()
+    rows = read(Path(__file__).parent / "cluster_times_h200.csv")
+    for row in rows:
+        problem = Wanted(
+            head_dim=row.head_dim, page_size=16, kv_format=row.kv_format, group_size=row.query_heads, q_len=row.q_len
+        )
+        config = choose(problem, ARCHS["sm_90a"]).clustered
+        assert config is not None
+        tiles = -(-row.keys // TILE_KEYS)
+        rules = cluster_rules(
+            row.sequences, row_tile=config.row_tile, row_bytes=config.row_bytes, longest=tiles, mean=tiles
+        )
+        chosen = next((rule for rule in rules if rule.size == row.cluster), None)
+        if chosen is not None:
+            grounds.add(chosen)
+            assert row.ratio <= 1.015, row
+        elif row.q_len == 1 and row.keys <= 4096:
+            assert row.ratio > 0.93, row
+    assert len(rows) > 500
+    assert grounds == set(CLUSTER_RULES)
 
 
 def test_no_option_says_how_to_split_or_what_comes(make_decode: Make) -> None:
@@ -246,10 +282,6 @@ def test_a_cluster_that_is_asked_for_serves_every_plan(make_decode: Make) -> Non
 
 def test_only_mma_has_clusters() -> None:
     """What cannot be had is named, with the implementation that could."""
-    from cubinery.runtime.arch import ARCHS
-    from cubinery.runtime.ops.paged_decode.select import Problem as Wanted
-    from cubinery.runtime.ops.paged_decode.select import select
-
     wanted = Wanted(head_dim=128, page_size=16, kv_format="fp8", group_size=4)
     for arch in ARCHS.values():
         assert (select(wanted, arch, cluster=8).impl, select(wanted, arch, cluster=8).cluster) == ("mma", 16)

@@ -24,14 +24,31 @@ class ClusterRule:
     """Tiles of the longest sequence, at most, where all are about as long (EVEN)."""
     max_row_tile: int = 32
     """At most."""
+    max_row_bytes: int = 512
+    """Bytes of a key's K, at most."""
 
+
+ANY_LENGTH = 1 << 30
 
 CLUSTER_RULES = (
     ClusterRule(16, 1, 2, 64),  # alone, long sequences lack SMs
+    ClusterRule(16, 1, 2, 128, max_row_bytes=128),
     ClusterRule(16, 3, 7, 128),  # seven find a GPC each; from eight on, some SMs would have two CTAs and others one
-    ClusterRule(8, 8, 16, 256),
-    ClusterRule(4, 13, 32, 64, max_row_tile=8),
-    ClusterRule(2, 33, 66, 1 << 30),
+    ClusterRule(8, 8, 16, 128),
+    ClusterRule(8, 8, 16, 256, max_row_tile=16, max_row_bytes=256),
+    ClusterRule(4, 13, 32, 16, max_row_tile=8),
+    ClusterRule(4, 13, 32, 32, max_row_tile=8, max_row_bytes=256),
+    ClusterRule(4, 13, 24, 64, max_row_tile=8, max_row_bytes=128),
+    # The fewer sequences are halved, the more SMs have nothing to do, which long ones make up for by splits.
+    ClusterRule(2, 33, 40, 16),
+    ClusterRule(2, 33, 40, 32, max_row_tile=16, max_row_bytes=128),
+    ClusterRule(2, 41, 47, 16, max_row_bytes=256),
+    ClusterRule(2, 36, 40, 32, max_row_tile=16),
+    ClusterRule(2, 40, 47, 64, max_row_tile=16, max_row_bytes=256),
+    ClusterRule(2, 48, 60, 64, max_row_bytes=256),
+    ClusterRule(2, 48, 51, ANY_LENGTH, max_row_bytes=256),
+    ClusterRule(2, 61, 63, 32, max_row_bytes=256),
+    ClusterRule(2, 64, 66, ANY_LENGTH),
 )
 
 MOST_CLUSTERS = max(rule.most for rule in CLUSTER_RULES)
@@ -44,15 +61,18 @@ UNEVEN_TILES = 8
 """Tiles that a CTA may have of the longest sequence where they are not: all wait for it."""
 
 
-def cluster_sizes(row_tile: int, clusters: int, longest: int, mean: float) -> Iterator[int]:
-    """CTAs of a cluster that suit a grid of so many clusters, best first: take the first that fits the device.
+def cluster_rules(clusters: int, *, row_tile: int, row_bytes: int, longest: int, mean: float) -> Iterator[ClusterRule]:
+    """The rules whose clusters suit a grid of so many, best first: take the first that fits the device.
 
-    `longest`, `mean`: tiles of a sequence.
+    `longest`, `mean`: tiles of a sequence; `row_bytes`: of a key's K.
     """
     for rule in CLUSTER_RULES:
         most = rule.max_tiles if longest <= EVEN * mean else min(rule.max_tiles, UNEVEN_TILES * rule.size)
-        if rule.fewest <= clusters <= rule.most and longest <= most and row_tile <= rule.max_row_tile:
-            yield rule.size
+        if (
+            rule.fewest <= clusters <= rule.most and longest <= most
+            and row_tile <= rule.max_row_tile and row_bytes <= rule.max_row_bytes
+        ):  # fmt: skip
+            yield rule
 
 
 def cluster_axis(size: int) -> int:

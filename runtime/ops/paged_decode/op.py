@@ -18,7 +18,7 @@ from cubinery.runtime.errors import ArgumentError, PlanError
 from cubinery.runtime.kernel import Kernel
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode import tensors
-from cubinery.runtime.ops.paged_decode.clusters import MOST_CLUSTERS, cluster_sizes
+from cubinery.runtime.ops.paged_decode.clusters import MOST_CLUSTERS, cluster_rules
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS, DecodeConfig
 from cubinery.runtime.ops.paged_decode.plan import Plan
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
@@ -234,13 +234,16 @@ class PagedDecode:
         if config is None or clusters > MOST_CLUSTERS or not self._held(config):
             return None
         tiles = -(-lengths // TILE_KEYS)
-        for size in cluster_sizes(config.row_tile, clusters, int(tiles.max()), float(tiles.mean())):
+        for rule in cluster_rules(
+            clusters, row_tile=config.row_tile, row_bytes=config.row_bytes,
+            longest=int(tiles.max()), mean=float(tiles.mean()),
+        ):  # fmt: skip
             try:
-                kernel = self.kernel(config, cluster=size, stream=raw)
+                kernel = self.kernel(config, cluster=rule.size, stream=raw)
             except ArgumentError:  # an older bundle's kernel, whose clusters have one size
                 continue
             if kernel.max_clusters >= clusters:
-                return config, size
+                return config, rule.size
         return None
 
     def _check_clusters(self, config: DecodeConfig, size: int, options: dict[str, Any], raw: int) -> None:
