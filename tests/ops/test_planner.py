@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cubinery.runtime.errors import PlanError
 from cubinery.runtime.ops.paged_decode import planner
+from cubinery.runtime.ops.paged_decode.config import MmaConfig
 from cubinery.runtime.ops.paged_decode.planner import SplitPlan, plan_splits
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
@@ -230,6 +231,20 @@ def h200(seq_lens: Any, heads: int, **options: Any) -> SplitPlan:
 def test_what_was_measured_to_be_fastest(seq_lens: list[int], heads: int, least: int, most: int) -> None:
     """Pieces of the first sequence that were fastest on an H200, two CTAs an SM."""
     assert least <= splits(h200(seq_lens, heads))[0] <= most
+
+
+@pytest.mark.parametrize("keys", [8192, 16384])
+@pytest.mark.parametrize("num_seqs", [35, 36, 48, 51, 56])
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_tiles_of_32_rows_run_in_one_wave_where_that_is_faster(kv_format: str, num_seqs: int, keys: int) -> None:
+    """On an H200 two or three CTAs of an SM, one after the other, took up to half as long again: each starts anew."""
+    config = MmaConfig(head_dim=128, page_size=64, kv_format=kv_format, q_len=4, row_tile=32, ctas_per_sm=1)
+    plan = plan_splits(
+        [keys] * num_seqs, num_kv_heads=1, q_tiles=1, sm_count=132, policy="balanced",
+        lone_tile_cost=config.lone_tile_cost,
+    )  # fmt: skip
+    assert plan.num_items <= 132
+    assert plan.max_splits == 132 // num_seqs
 
 
 def test_short_sequences_beside_a_long_one() -> None:

@@ -149,6 +149,8 @@ class MmaConfig(DecodeConfig):
 
         Arithmetic weighs more against memory the more rows there are, and the fewer bits a code has.
         """
+        if self.row_warps == 2 and self.kv_format in ("bf16", "fp8"):
+            return 17  # of 120 and 132 CTAs on as many SMs: 16 to 18
         narrow = {"e2m1": 27, "nvfp4": 31, "e3m2": 22, "e2m3": 22}.get(self.kv_format, 11)
         return max(13 if self.head_dim <= 128 else 16, narrow * self.row_warps)
 
