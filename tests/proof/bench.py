@@ -122,9 +122,12 @@ class Bench:
 
     # -- running -------------------------------------------------------------------------------
 
-    def plan(self, case: Case, **options: Any) -> Plan:
-        """A plan of the kernel under test. Fails where the public call would launch another."""
-        size = self.cluster
+    def plan(self, case: Case, *, cluster: int | None = None, **options: Any) -> Plan:
+        """A plan of the kernel under test. Fails where the public call would launch another.
+
+        `cluster`: CTAs of its clusters where they may not be the next ones in turn: where two plans must agree.
+        """
+        size = cluster or self.cluster
         self._plans += 1
         call = self._calls.get((case.q_len, case.causal, size))
         if call is None:

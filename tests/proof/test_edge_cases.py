@@ -32,6 +32,8 @@ TWO_TILES = (
     "paged_decode-sm_90a-mma-d64-p64-kvnvfp4-q2-cps1-winon-sinkon-qlon",
 )
 """Ring stages of two tiles: a chunk that is not its sequence's last may end inside one."""
+CLUSTERS = "paged_decode-sm_90a-mma-d64-p16-kvfp8-t8-cl16"
+"""A kernel whose plans get clusters of another size each, unless they must agree."""
 EVERY = 3
 """Each kernel meets one trial in so many; kernels take turns."""
 
@@ -40,7 +42,7 @@ EVERY = 3
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels, with their PTX."""
     out = tmp_path_factory.mktemp("proof")
-    build_keys((*KEYS, *TWO_TILES), out)
+    build_keys((*KEYS, *TWO_TILES, CLUSTERS), out)
     return out
 
 
@@ -63,6 +65,13 @@ def test_the_written_cases(by_key: dict[str, list[Task]], key: str) -> None:
     assert [f"{row.trial}, {row.schedule}: {row.error}" for row in results if row.error] == []
     assert results
     assert all(row.launches for row in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", ["padding and updates", "layouts"])
+def test_plans_that_must_agree_have_clusters_of_one_size(bundles: Path, trial: str) -> None:
+    (task,) = tasks(bundles, keys=[CLUSTERS], trials=[trial], schedules=SCHEDULES[:1])
+    assert run(task).error == ""
 
 
 def test_the_share_has_every_trial_and_every_schedule(by_key: dict[str, list[Task]]) -> None:

@@ -152,7 +152,7 @@ def padding_and_updates(bench: Bench) -> None:
     options: dict[str, Any] = {"policy": "thor", "max_splits": 4}
     plain = bench.plan(case, **options)
     items = plain.splits.num_items
-    padded = bench.plan(case, pad_to=items + 7, **options)
+    padded = bench.plan(case, pad_to=items + 7, cluster=plain.cluster, **options)
     assert padded.num_work == items + 7
     assert not padded.splits.work[items:].any()
     with pytest.raises(PlanError, match=f"pad_to = {items - 1}"):
@@ -212,10 +212,11 @@ def descales(bench: Bench) -> None:
 def layouts(bench: Bench) -> None:
     """Four physical layouts with the same content give the same bits, as do strided queries and outputs."""
     results = []
-    case = None
+    case, cluster = None, None
     for layout in LAYOUTS:
         case = bench.case([129, 17], heads=2, layout=layout)
-        plan = bench.plan(case, force_splits=2)
+        plan = bench.plan(case, force_splits=2, cluster=cluster)
+        cluster = plan.cluster
         results.append(bench.run(plan, case))
         if layout == LAYOUTS[0]:
             bench.check(plan, case, *results[0])
