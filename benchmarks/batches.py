@@ -42,7 +42,7 @@ POINTS: tuple[tuple[Shape, str, Sequence[int], Sequence[int]], ...] = (
         (replace(SHORT, d=d, h_q=h_q, page_size=page_size), kv_format, (batch,), (keys,))
         for d, h_q, page_size in ((128, 8, 64), (256, 6, 16))
         for kv_format in ("fp8", "bf16")
-        for batch, keys in ((33, 2 * K), (36, 4 * K), (40, 8 * K), (48, 32 * K), (54, 8 * K), (61, 4 * K), (64, 32 * K))
+        for batch, keys in ((33, 2 * K), (36, 4 * K), (40, 8 * K), (48, 32 * K), (60, 8 * K), (63, 4 * K), (64, 32 * K))
     ),
 )
 """(one sequence's shape, KV format, batches, keys of each sequence); the last ones are ends of the selector's rules."""

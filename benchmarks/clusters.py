@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.batches import SHORT
 from benchmarks.cli import select_device
-from benchmarks.paged_decode import Result, measure_ours
+from benchmarks.paged_decode import measure_ours
 from benchmarks.shapes import Shape
 from benchmarks.timing import GpuTimer, Timer
 from cubinery.runtime.errors import CubineryError
@@ -64,6 +64,14 @@ class Row:
     def ratio(self) -> float:
         return self.us / self.without_us
 
+    @property
+    def line(self) -> str:
+        """The row for people."""
+        return (
+            f"{self.query_heads:>2} {self.head_dim:>3} {self.kv_format:<4} {self.q_len}: {self.sequences:>2} x "
+            f"{self.keys:>5} in {self.cluster:>2}: {self.us:>7.2f} {self.without_us:>7.2f} {self.ratio:.3f}"
+        )
+
 
 def batches() -> Iterator[tuple[Shape, str, int]]:
     """Every (shape, KV format, CTAs of a cluster)."""
@@ -81,9 +89,7 @@ def measure(library: Library, timer: Timer, device: torch.device) -> Iterator[Ro
     for shape, kv_format, cluster in batches():
         if not _fits(library, shape, kv_format, cluster, device):
             continue
-        found: list[Result] = [
-            measure_ours(library, shape, kv_format, timer, device, cluster=size) for size in (cluster, 1)
-        ]
+        found = [measure_ours(library, shape, kv_format, timer, device, cluster=size) for size in (cluster, 1)]
         times = [result.time.us for result in found if result.time is not None]
         if len(times) < 2:
             yield f"{shape.title}, {kv_format}, clusters of {cluster}: " + "; ".join(r.error for r in found if r.error)
@@ -134,21 +140,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         library = Library.open(options.bundle)
         device = select_device(options.device)
+        options.out.parent.mkdir(parents=True, exist_ok=True)  # said before minutes were spent, if it cannot be
         print("query heads, head_dim, KV, q_len: sequences x keys in clusters of: us, without, ratio")
         for found in measure(library, GpuTimer(device, warmup_ms=5, rep_ms=50), device):
             if isinstance(found, str):
                 wrong += 1
                 print(found, flush=True)
-                continue
-            rows.append(found)
-            r = found
-            print(
-                f"{r.query_heads:>2} {r.head_dim:>3} {r.kv_format:<4} {r.q_len}: {r.sequences:>2} x {r.keys:>5} in "
-                f"{r.cluster:>2}: {r.us:>7.2f} {r.without_us:>7.2f} {r.ratio:.3f}",
-                flush=True,
-            )
+            else:
+                rows.append(found)
+                print(found.line, flush=True)
             torch.cuda.empty_cache()
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         write(options.out, rows)
     except (CubineryError, OSError) as error:
         print(f"benchmarks.clusters: error: {error}", file=sys.stderr)

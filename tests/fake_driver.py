@@ -32,6 +32,7 @@ from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.driver import DeviceInfo, DevicePointer, LaunchConfig
 from cubinery.runtime.errors import DriverError
 from cubinery.runtime.manifest import Artifact, FileRecord, KernelRecord, Manifest, Resources, TensorMapSpec
+from cubinery.runtime.ops.paged_decode.select import outcomes
 
 MAGIC = b"\x7fFAKECUBIN\n"
 _UNPACK = {"pointer": "<Q", "i32": "<i", "i64": "<q", "f32": "<f"}
@@ -81,6 +82,12 @@ def write_bundle(root: Path, arch: str, configs: Iterable[KernelConfig], **chang
         )
     fake_manifest(arch, list(artifacts.values()), **changes).write(folder)
     return folder
+
+
+def write_outcomes(root: Path, arch: str, domain: dict[str, Any]) -> Path:
+    """A bundle `root/<arch>` of all decodes that the selector picks over a domain, and what they require."""
+    needed = {c.key(arch): c for config in outcomes(domain, arch) for c in (config, *config.requires())}
+    return write_bundle(root, arch, needed.values())
 
 
 @dataclass(frozen=True)

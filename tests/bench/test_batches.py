@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_driver import FakeDriver, write_bundle
+from fake_driver import FakeDriver, write_outcomes
 from fake_peers import CountingTimer
 from host_kernels import HostKernels
 
@@ -20,7 +20,7 @@ from cubinery.runtime.arch import resolve
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.clusters import CLUSTER_RULES, cluster_rules
 from cubinery.runtime.ops.paged_decode.config import TILE_KEYS
-from cubinery.runtime.ops.paged_decode.select import Problem, choose, outcomes
+from cubinery.runtime.ops.paged_decode.select import Problem, choose
 
 
 def pair(us: float | None, without: float | None, cluster: int = 8) -> Pair:
@@ -86,8 +86,7 @@ def test_both_plans_are_proved_and_timed(tmp_path: Path, monkeypatch: pytest.Mon
     driver = FakeDriver(("sm_90a",))
     driver.on_launch = HostKernels(1, 8, 1, True)
     domain = {"head_dim": [128], "page_size": [64], "kv_format": ["fp8"], "group_size": [8]}
-    configs = [x for config in outcomes(domain, "sm_90a") for x in (config, *config.requires())]
-    write_bundle(tmp_path, "sm_90a", {c.key("sm_90a"): c for c in configs}.values())
+    write_outcomes(tmp_path, "sm_90a", domain)
     monkeypatch.setattr(batches, "POINTS", ((SHORT, "fp8", (1,), (300,)),))
     library = Library.open(tmp_path, driver=driver)
     (found,) = batches.measure(library, CountingTimer(), None, torch.device("cpu"))

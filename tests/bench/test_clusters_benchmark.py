@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_driver import FakeDriver, write_bundle
+from fake_driver import FakeDriver, write_outcomes
 from fake_peers import CountingTimer
 from host_kernels import HostKernels
 
@@ -17,7 +17,6 @@ from benchmarks.batches import SHORT
 from benchmarks.clusters import Row
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.clusters import CLUSTER_SIZES
-from cubinery.runtime.ops.paged_decode.select import outcomes
 
 CPU = torch.device("cpu")
 
@@ -28,8 +27,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     driver = FakeDriver(("sm_90a",))
     driver.on_launch = HostKernels(1, 8, 1, True)
     domain = {"head_dim": [128], "page_size": [64], "kv_format": ["fp8"], "group_size": [8]}
-    configs = [x for config in outcomes(domain, "sm_90a") for x in (config, *config.requires())]
-    write_bundle(tmp_path, "sm_90a", {c.key("sm_90a"): c for c in configs}.values())
+    write_outcomes(tmp_path, "sm_90a", domain)
     monkeypatch.setattr(clusters, "FORMS", ((SHORT, "fp8"),))
     monkeypatch.setattr(clusters, "BATCHES", {16: (1,), 8: (2,)})
     monkeypatch.setattr(clusters, "LENGTHS", (300,))

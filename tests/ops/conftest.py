@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from decode_problem import Problem
-from fake_driver import FakeDriver, write_bundle
+from fake_driver import FakeDriver, write_outcomes
 
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.op import PagedDecode, Plan
-from cubinery.runtime.ops.paged_decode.select import DOMAIN_AXES, outcomes
+from cubinery.runtime.ops.paged_decode.select import DOMAIN_AXES
 
 Make = Callable[..., tuple[PagedDecode, FakeDriver]]
 
@@ -33,9 +33,7 @@ def make_decode(tmp_path: Path) -> Callable[..., tuple[PagedDecode, FakeDriver]]
         # A kernel has a window or a cap, a launch says which.
         domain |= {name: [problem[name] is not None] for name in ("window", "softcap") if name in problem}
         for arch in dict.fromkeys(archs):
-            found = list(outcomes(domain | {"group_size": list(group_sizes)}, arch))
-            needed = {c.key(arch): c for config in found for c in (config, *config.requires())}
-            write_bundle(tmp_path, arch, needed.values())
+            write_outcomes(tmp_path, arch, domain | {"group_size": list(group_sizes)})
         return PagedDecode(Library.open(tmp_path, driver=driver), **problem), driver
 
     return make
