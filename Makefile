@@ -26,7 +26,7 @@ ARCHS := $(subst $(comma), ,$(ARCH))
 ARCH_FLAGS  = $(foreach a,$(ARCHS),--arch $(a))
 BUILD_FLAGS = $(ARCH_FLAGS) $(foreach s,$(SPEC),--spec $(s)) --out $(OUT) $(if $(JOBS),--jobs $(JOBS))
 
-.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize proof bench bench-append bench-planning bench-clusters tune bench-host bench-build clean distclean install need-arch
+.PHONY: help kernels demo test lint format type contract wheel gpu-test sanitize proof bench bench-append bench-planning bench-clusters bench-splits tune bench-host bench-build clean distclean install need-arch
 
 help:  ## Show this list
 	@echo "Targets (variables: ARCH, SPEC, OUT, JOBS, BUNDLE, DIST, PYTEST_ARGS, PYTHON):"
@@ -114,6 +114,9 @@ bench-planning:  ## Measure planning on the device with BUNDLE=... (needs a GPU 
 
 bench-clusters:  ## Measure BUNDLE=... in clusters of every size beside plans without them (needs a GPU and no compiler)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks.clusters $(BENCH_ARGS)
+
+bench-splits:  ## Measure the plans of BUNDLE=... beside plans of other splits (needs a GPU and no compiler)
+	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks.splits $(BENCH_ARGS)
 
 tune:  ## Measure which kernels of BUNDLE=... are the fastest, as a selector table for the next build (needs a GPU)
 	PYTHONPATH=src CUBINERY_BUNDLE=$(abspath $(BUNDLE)) $(PYTHON) -m benchmarks.tune $(BENCH_ARGS)

@@ -6,21 +6,17 @@ that the GPU cannot hold at once are left out, as the selector leaves them out.
 
 from __future__ import annotations
 
-import argparse
-import csv
-import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks import grid
 from benchmarks.batches import SHORT
-from benchmarks.cli import select_device
 from benchmarks.paged_decode import measure_ours
 from benchmarks.shapes import Shape
-from benchmarks.timing import GpuTimer, Timer
+from benchmarks.timing import Timer
 from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
@@ -90,6 +86,7 @@ def measure(library: Library, timer: Timer, device: torch.device) -> Iterator[Ro
         if not _fits(library, shape, kv_format, cluster, device):
             continue
         found = [measure_ours(library, shape, kv_format, timer, device, cluster=size) for size in (cluster, 1)]
+        torch.cuda.empty_cache()
         times = [result.time.us for result in found if result.time is not None]
         if len(times) < 2:
             yield f"{shape.title}, {kv_format}, clusters of {cluster}: " + "; ".join(r.error for r in found if r.error)
@@ -113,49 +110,10 @@ def _fits(library: Library, shape: Shape, kv_format: str, cluster: int, device: 
         return True  # the measurement says what is wrong
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
-    """The rows as CSV."""
-    with path.open("w", newline="") as file:
-        out = csv.writer(file, lineterminator="\n")
-        out.writerow(field.name for field in fields(Row))
-        out.writerows([getattr(row, field.name) for field in fields(Row)] for row in rows)
-
-
-def read(path: Path) -> list[Row]:
-    """What `write` wrote."""
-    kinds = {"kv_format": str, "us": float, "without_us": float}
-    with path.open(newline="") as file:
-        return [Row(**{k: kinds.get(k, int)(v) for k, v in entry.items()}) for entry in csv.DictReader(file)]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code: 0 all was measured, 1 something is wrong, 2 the run could not start."""
-    p = argparse.ArgumentParser(prog="python -m benchmarks.clusters", description=__doc__)
-    p.add_argument("--bundle", default=os.environ.get("CUBINERY_BUNDLE", "build/kernels"), metavar="DIR")
-    p.add_argument("--out", type=Path, default=Path("build/clusters.csv"), metavar="FILE", help="the rows, as CSV")
-    p.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device (default: 0)")
-    options = p.parse_args(argv)
-    rows: list[Row] = []
-    wrong = 0
-    try:
-        library = Library.open(options.bundle)
-        device = select_device(options.device)
-        options.out.parent.mkdir(parents=True, exist_ok=True)  # said before minutes were spent, if it cannot be
-        print("query heads, head_dim, KV, q_len: sequences x keys in clusters of: us, without, ratio")
-        for found in measure(library, GpuTimer(device, warmup_ms=5, rep_ms=50), device):
-            if isinstance(found, str):
-                wrong += 1
-                print(found, flush=True)
-            else:
-                rows.append(found)
-                print(found.line, flush=True)
-            torch.cuda.empty_cache()
-        write(options.out, rows)
-    except (CubineryError, OSError) as error:
-        print(f"benchmarks.clusters: error: {error}", file=sys.stderr)
-        return 2
-    print(f"written: {options.out}")
-    return 1 if wrong else 0
+    """Run; returns the exit code."""
+    header = "query heads, head_dim, KV, q_len: sequences x keys in clusters of: us, without, ratio"
+    return grid.main("clusters", __doc__ or "", Row, header, measure, argv)
 
 
 if __name__ == "__main__":

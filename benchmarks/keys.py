@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import append, batches, sweep
+from benchmarks import append, batches, splits, sweep
 from benchmarks.shapes import NARROW, Shape
 from cubinery.aot import tables
 from cubinery.runtime.arch import resolve
@@ -26,6 +26,7 @@ def wanted(shapes: Sequence[Shape], formats: Sequence[str], *, swept: bool) -> l
         found += [(point.shape, point.kv_format, point.ctas_per_sm) for point in sweep.points()]
         found += [(shape, kv_format, None) for shape in sweep.FORMAT_SHAPES for kv_format in ("fp8", *NARROW)]
         found += [(shape, kv_format, None) for shape, kv_format in batches.shapes()]
+        found += [(shape, kv_format, None) for shape, kv_format in splits.FORMS]
     return found
 
 

@@ -37,6 +37,8 @@ class Result:
     """The bundle has no kernel for it, or the family none at all."""
     cluster: int = 1
     """CTAs of a cluster, of ours."""
+    items: int = 0
+    """Work items of the plan, of ours."""
 
 
 class Guest(Protocol):
@@ -114,7 +116,7 @@ def measure_ours(
         )  # fmt: skip
         decode.preload(shape.h_q // shape.h_k)  # before gigabytes are filled for nothing
         try:
-            return _cubinery(decode, Problem(shape, kv_format, device), timer)
+            return measure_plan(decode, Problem(shape, kv_format, device), timer)
         finally:
             gc.collect()  # a plan and its graph hold each other, and with them the cache
     except (KernelNotFoundError, ConfigError) as error:
@@ -123,9 +125,10 @@ def measure_ours(
         return Result(error=first_line(error))
 
 
-def _cubinery(decode: PagedDecode, problem: Problem, timer: Timer) -> Result:
+def measure_plan(decode: PagedDecode, problem: Problem, timer: Timer, **options: Any) -> Result:
+    """Prove and time one plan; `options` are those of PagedDecode.plan. Raises what that does."""
     s = problem.shape
-    plan = decode.plan(np.array(s.lens), num_q_heads=s.h_q, num_kv_heads=s.h_k)
+    plan = decode.plan(np.array(s.lens), num_q_heads=s.h_q, num_kv_heads=s.h_k, **options)
     out = torch.empty_like(problem.q)
     lse = torch.empty(plan.shape.lse, dtype=torch.float32, device=problem.device)
     workspace = torch.empty(max(16, plan.workspace_bytes()), dtype=torch.uint8, device=problem.device)
@@ -153,7 +156,8 @@ def _cubinery(decode: PagedDecode, problem: Problem, timer: Timer) -> Result:
 
     clusters = f" in clusters of {plan.cluster}" if plan.cluster > 1 else ""
     detail = f"{' + '.join(plan.keys)}{clusters}; {plan.splits.num_items} work items"
-    return replace(_prove_and_time(call, poison, wrong, timer, detail), cluster=plan.cluster)
+    found = _prove_and_time(call, poison, wrong, timer, detail)
+    return replace(found, cluster=plan.cluster, items=plan.splits.num_items)
 
 
 def measure_peer(peer: Peer, problem: Problem, timer: Timer) -> Result:

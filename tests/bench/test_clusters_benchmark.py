@@ -12,7 +12,7 @@ from fake_driver import FakeDriver, write_outcomes
 from fake_peers import CountingTimer
 from host_kernels import HostKernels
 
-from benchmarks import clusters
+from benchmarks import clusters, grid
 from benchmarks.batches import SHORT
 from benchmarks.clusters import Row
 from cubinery.runtime.library import Library
@@ -57,8 +57,8 @@ def test_what_has_no_time_is_said(library: Library, monkeypatch: pytest.MonkeyPa
 
 def test_rows_come_back_from_the_file(tmp_path: Path) -> None:
     rows = [Row(8, 128, "fp8", 1, 33, 2, 65536, 156.4, 138.5), Row(6, 256, "bf16", 4, 1, 16, 2048, 9.6, 13.52)]
-    clusters.write(tmp_path / "rows.csv", rows)
-    assert clusters.read(tmp_path / "rows.csv") == rows
+    grid.write(tmp_path / "rows.csv", Row, rows)
+    assert grid.read(tmp_path / "rows.csv", Row) == rows
     assert (tmp_path / "rows.csv").read_text().splitlines()[1] == "8,128,fp8,1,33,2,65536,156.4,138.5"
 
 
@@ -72,18 +72,18 @@ def test_the_grid_has_every_size_and_fits_a_gpu() -> None:
 def test_main_writes_what_it_measured(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(clusters.Library, "open", lambda path: library)
-    monkeypatch.setattr(clusters, "select_device", lambda number: CPU)
-    monkeypatch.setattr(clusters, "GpuTimer", lambda *_, **__: CountingTimer())
+    monkeypatch.setattr(grid.Library, "open", lambda path: library)
+    monkeypatch.setattr(grid, "select_device", lambda number: CPU)
+    monkeypatch.setattr(grid, "GpuTimer", lambda *_, **__: CountingTimer())
     driver: Any = library.driver
     driver.clusters = 1
     out = tmp_path / "new" / "rows.csv"
     assert clusters.main(["--out", str(out)]) == 0
-    assert [row.cluster for row in clusters.read(out)] == [16]
+    assert [row.cluster for row in grid.read(out, Row)] == [16]
     assert " 8 128 fp8  1:  1 x   300 in 16:   10.00   10.00 1.000" in capsys.readouterr().out
     driver.on_launch = lambda launch: None
     assert clusters.main(["--out", str(out)]) == 1
-    assert clusters.read(out) == []
+    assert grid.read(out, Row) == []
 
 
 def test_a_bundle_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,8 @@ from decode_problem import Problem
 from fake_driver import FakeDriver, write_bundle
 from host_kernels import HostKernels
 
-from benchmarks.clusters import read
+from benchmarks import grid
+from benchmarks.clusters import Row
 from cubinery.aot.kernels.paged_decode import decode_abi, mma_abi
 from cubinery.runtime.arch import ARCHS
 from cubinery.runtime.errors import AbiError, CaptureError, ConfigError, PlanError
@@ -68,7 +69,7 @@ def test_batches_that_do_not_fill_the_chip_get_clusters(make_decode: Make) -> No
 def test_what_was_measured_to_be_slower_is_not_chosen() -> None:
     """And what was measured to be much faster is: each rule has measurements to stand on (`make bench-clusters`)."""
     grounds = set()
-    rows = read(Path(__file__).parent / "cluster_times_h200.csv")
+    rows = grid.read(Path(__file__).parent / "cluster_times_h200.csv", Row)
     for row in rows:
         problem = Wanted(
             head_dim=row.head_dim, page_size=16, kv_format=row.kv_format, group_size=row.query_heads, q_len=row.q_len
