@@ -35,9 +35,9 @@ POINTS: tuple[tuple[Shape, str, Sequence[int], Sequence[int]], ...] = (
     (replace(SHORT, h_q=16), "fp8", (7, 16, 40, 64), (4 * K,)),
     (replace(SHORT, d=64), "fp8", (4, 16, 32, 64), (4 * K,)),
     (replace(SHORT, d=256, h_q=6, page_size=16), "bf16", (1, 7, 8, 16), (4 * K, 16 * K)),
-    (SHORT, "fp8", (8,), (32 * K,)),
+    (SHORT, "fp8", (3, 14), (32 * K,)),
     (SHORT, "fp8", (24,), (8 * K,)),
-    (replace(SHORT, q_len=4), "fp8", (44,), (2 * K,)),
+    (replace(SHORT, q_len=4), "fp8", (24, 44), (2 * K,)),
     *(
         (replace(SHORT, d=d, h_q=h_q, page_size=page_size), kv_format, (batch,), (keys,))
         for d, h_q, page_size in ((128, 8, 64), (256, 6, 16))

@@ -30,7 +30,8 @@ EIGHT = replace(SHORT, h_q=32, h_k=8)
 FORMS = (
     (replace(SHORT, q_len=4), "fp8"), (replace(SHORT, q_len=4), "bf16"), (WIDE, "fp8"), (WIDE, "bf16"),
     (replace(WIDE, q_len=4), "fp8"), (SHORT, "fp8"), (SHORT, "bf16"), (replace(SHORT, q_len=8), "fp8"),
-    (SHORT, "nvfp4"), (replace(EIGHT, q_len=8), "fp8"),
+    (replace(SHORT, q_len=8), "bf16"), (replace(SHORT, q_len=16), "fp8"), (replace(WIDE, q_len=8), "fp8"),
+    (SHORT, "nvfp4"), (replace(SHORT, q_len=4), "nvfp4"), (replace(EIGHT, q_len=8), "fp8"),
 )  # fmt: skip
 """(one sequence's shape, KV format): two CTAs an SM and one, few query rows and many, eight KV heads."""
 

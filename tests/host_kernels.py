@@ -78,8 +78,8 @@ def plan(launch: Launch) -> None:
     found = plan_visible(
         lengths, EVERYTHING if span == 2**31 - 1 else Window(span, 1), policy="thor" if v["is_thor"] else "balanced",
         num_kv_heads=v["ctas"], q_tiles=1, pad_to=v["num_work"],
-        **{name: v[name] for name in ("sm_count", "ctas_per_sm", "lone_tile_cost", "max_splits", "force_splits",
-                                      "min_chunk_tiles")},
+        **{name: v[name] for name in ("sm_count", "ctas_per_sm", "lone_tile_cost", "item_cost", "max_splits",
+                                      "force_splits", "min_chunk_tiles")},
     )  # fmt: skip
     narrow = lengths.astype(np.int32)
     packed(v["work"], (v["num_work"], 8), np.int32)[:] = found.device_work(narrow)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_driver import FakeDriver
 
+from cubinery.aot.kernels.paged_decode import plan_abi
 from cubinery.runtime.errors import PlanError
 from cubinery.runtime.ops.paged_decode.device_planner import EVERY_KEY
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
@@ -28,8 +29,9 @@ def test_the_launch_has_the_plans_options(make_decode: Make) -> None:
     expected = {
         "work": arrays, "lengths": arrays + 9 * 32, "seq_len_bytes": 8, "num_seqs": 2, "num_work": 9,
         "max_length": 1500, "is_thor": 1, "ctas": 2, "sm_count": decode.info.sm_count,
-        "ctas_per_sm": plan.config.ctas_per_sm, "lone_tile_cost": plan.config.lone_tile_cost, "max_splits": 16,
-        "force_splits": 0, "min_chunk_tiles": 2, "window_span": EVERY_KEY,
+        "ctas_per_sm": plan.config.ctas_per_sm, "lone_tile_cost": plan.config.lone_tile_cost,
+        "item_cost": plan.config.item_cost, "max_splits": 16, "force_splits": 0, "min_chunk_tiles": 2,
+        "window_span": EVERY_KEY,
     }  # fmt: skip
     assert {name: launch.values[name] for name in expected} == expected
     assert launch.grid == (1, 1, 1)
@@ -57,6 +59,18 @@ def test_the_arrays_are_those_of_an_update_by_the_host(make_decode: Make, option
         plans[0].update(lengths)
         plans[1].update_on_device(torch.tensor(lengths))
         assert torch.equal(*(plan.device_arrays for plan in plans))
+
+
+def test_an_older_bundle_plans_too(make_decode: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel knows no cost of an item."""
+    pack = plan_abi.pack_params
+    monkeypatch.setattr(plan_abi, "pack_params", lambda *params: pack(*(p for p in params if p[0] != "item_cost")))
+    decode, driver = make_decode()
+    plan = decode.plan([1500, 200], **HEADS)
+    plan.update_on_device(torch.zeros(2, dtype=torch.int64))
+    (launch,) = driver.launches
+    assert launch.values["lone_tile_cost"] == plan.config.lone_tile_cost
+    assert "item_cost" not in launch.values
 
 
 def test_too_many_sequences(make_decode: Make) -> None:

@@ -27,10 +27,10 @@ from cubinery.runtime.ops.paged_decode.config import MAX_SPLITS, TILE_KEYS
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
 from cubinery.runtime.ops.paged_decode.planner import (
     CHUNK_FACTORS,
-    ITEM_COST,
     LEAST_SHARE,
     MAX_LENGTH,
     SPLIT_COST,
+    START_COST,
 )
 
 TILE_SHIFT = TILE_KEYS.bit_length() - 1
@@ -67,6 +67,7 @@ class SplitPlanner:
         sm_count: Int32,
         ctas_per_sm: Int32,
         lone_tile_cost: Int32,
+        item_cost: Int32,
         max_splits: Int32,
         force_splits: Int32,
         min_chunk_tiles: Int32,
@@ -77,7 +78,7 @@ class SplitPlanner:
         self.kernel.set_name_prefix("cubinery_paged_decode_plan", remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             seq_lens, work, lengths, seq_len_bytes, num_seqs, num_work, max_length, is_thor, ctas, sm_count,
-            ctas_per_sm, lone_tile_cost, max_splits, force_splits, min_chunk_tiles,
+            ctas_per_sm, lone_tile_cost, item_cost, max_splits, force_splits, min_chunk_tiles,
             window_span,
         ).launch(
             grid=(1, 1, 1), block=(self.threads, 1, 1), smem=self.config.smem_bytes, stream=stream,
@@ -99,6 +100,7 @@ class SplitPlanner:
         sm_count: Int32,
         ctas_per_sm: Int32,
         lone_tile_cost: Int32,
+        item_cost: Int32,
         max_splits: Int32,
         force_splits: Int32,
         min_chunk_tiles: Int32,
@@ -124,7 +126,7 @@ class SplitPlanner:
         elif force_splits > 0:
             chunk = self.ceil_div(longest, force_splits)
         else:
-            machine = (ctas, sm_count, ctas_per_sm, lone_tile_cost)
+            machine = (ctas, sm_count, ctas_per_sm, lone_tile_cost, item_cost)
             chunk = self.balanced_chunk(s_tiles, scratch, tidx, num_seqs, num_work, total, longest, machine, limits)
         if (is_thor != 0) | (force_splits > 0):
             # The host refuses a plan that is longer than the work list; here nothing is split then.
@@ -237,7 +239,7 @@ class SplitPlanner:
     @cute.jit
     def balanced_chunk(self, s_tiles, scratch, tidx, num_seqs, num_work, total, longest, machine, limits):
         """`planner._balanced_counts`: the longest chunk whose estimate is within 4 % of the least."""
-        ctas, sm_count, ctas_per_sm, lone_tile_cost = machine
+        ctas, sm_count, ctas_per_sm, lone_tile_cost, item_cost = machine
         lane, warp = tidx % 32, tidx // 32
         if warp < CANDIDATES:
             share = cutlass.max((16 * total * ctas + (sm_count - 1)) // sm_count, Int64(LEAST_SHARE))
@@ -259,21 +261,36 @@ class SplitPlanner:
                 pieces = cutlass.max(pieces, count)
             items, peak = collective.warp_sum(items), collective.warp_max(peak)
             pieces = collective.warp_max(pieces)
+            quarter = Int32(0)
+            if Int64(items) * ctas > Int64(sm_count) * ctas_per_sm:
+                place = self.place_of_last_wave(items, ctas, sm_count * ctas_per_sm)
+                quarter = self.quarters_at(s_tiles, lane, num_seqs, chunk, limits, peak, place)
             if lane == 0:
                 scratch[warp] = chunk
                 scratch[32 + warp] = items
                 scratch[64 + warp] = peak
-                scratch[96 + warp] = pieces
+                scratch[96 + warp] = 4 * pieces + quarter
         cute.arch.sync_threads()
         candidate = cutlass.min(lane, Int32(CANDIDATES - 1))
-        items, peak = scratch[32 + candidate], scratch[64 + candidate]
-        even = (16 * total + ITEM_COST * Int64(items)) * ctas // sm_count
+        items, peak, pieces = scratch[32 + candidate], scratch[64 + candidate], scratch[96 + candidate] // 4
         grid = Int64(items) * ctas
-        beside = cutlass.min((grid + (sm_count - 1)) // sm_count, Int64(ctas_per_sm))
-        estimate = cutlass.max(even, (Int64(lone_tile_cost) * peak * (beside + 1)) >> 1)
-        if grid > sm_count * ctas_per_sm:
-            estimate = estimate + ((Int64(lone_tile_cost) * peak * 3) >> 2)
-        estimate = estimate + SPLIT_COST * Int64(scratch[96 + candidate])
+        even = (16 * total + START_COST * Int64(items)) * ctas // sm_count
+        tile = Int64(lone_tile_cost) * (cutlass.min((grid + (sm_count - 1)) // sm_count, Int64(ctas_per_sm)) + 1)
+        estimate = cutlass.max(even, (tile * peak) >> 1)
+        resident = Int64(sm_count) * ctas_per_sm
+        if grid > resident:
+            ahead = (grid - 1) // resident
+            place = Int64(self.place_of_last_wave(items, ctas, sm_count * ctas_per_sm))
+            sixteenths = 16 * Int64(peak)
+            last = sixteenths - (((sixteenths - 16 * total // items) * (256 * place // items)) >> 7)
+            least = (scratch[96 + candidate] % 4) * (4 * Int64(peak))
+            last = cutlass.min(cutlass.max(last, least), least + 4 * Int64(peak))
+            all_items = Int64(item_cost) * items
+            waves = (16 * total + (all_items >> 1)) * ctas // sm_count
+            waves = cutlass.max(waves, (((tile * total) >> 1) + all_items) * ctas // resident - item_cost)
+            waves = cutlass.max(waves, ((tile * last * (ahead + 1)) >> 5) + item_cost * ahead)
+            estimate = cutlass.max(estimate, waves)
+        estimate = estimate + SPLIT_COST * Int64(pieces)
         if items > num_work:
             estimate = Int64(NEVER)
         good = 25 * estimate <= 26 * collective.warp_min_wide(estimate)
@@ -282,6 +299,25 @@ class SplitPlanner:
         chunk = scratch[collective.warp_max(highest)]
         cute.arch.sync_threads()
         return chunk
+
+    def place_of_last_wave(self, items, ctas, resident):
+        """How many items begin before the last wave."""
+        return Int32((Int64(items) * ctas - 1) // resident * resident // ctas)
+
+    @cute.jit
+    def quarters_at(self, s_tiles, lane, num_seqs, chunk, limits, peak, place):
+        """Full quarters of the peak, up to three, that the item at `place` has, of all in falling order."""
+        larger = [Int32(0), Int32(0), Int32(0)]  # items of a quarter at least, of a half, of three
+        for seq in cutlass.range(lane, num_seqs, 32, unroll=1):
+            tiles = s_tiles[seq]
+            count = self.count(tiles, chunk, limits)
+            size = self.ceil_div(tiles, count)
+            for q in cutlass.range_constexpr(3):
+                larger[q] = larger[q] + cutlass.select_(4 * size >= (q + 1) * peak, count, Int32(0))
+        quarter = Int32(0)
+        for q in cutlass.range_constexpr(3):
+            quarter = quarter + cutlass.select_(collective.warp_sum(larger[q]) > place, Int32(1), Int32(0))
+        return quarter
 
     @cute.jit
     def thor_chunk(self, s_tiles, scratch, tidx, num_seqs, low, longest, slots):
@@ -377,4 +413,4 @@ class SplitPlanner:
 def entry(config: PlanConfig, arch: Arch) -> tuple[Any, tuple[Any, ...]]:
     """The host function to compile for `config` and example arguments that fix its parameter types."""
     pointers = [make_ptr(Int32, 4096, cute.AddressSpace.gmem, assumed_align=align) for align in (4, 16, 4)]
-    return SplitPlanner(config), (*pointers, *[Int32(1)] * 13, cuda.CUstream(0))
+    return SplitPlanner(config), (*pointers, *[Int32(1)] * 14, cuda.CUstream(0))

@@ -21,6 +21,7 @@ def plan_record(config: PlanConfig) -> KernelRecord:
         ("sm_count", "i32"),
         ("ctas_per_sm", "i32"),
         ("lone_tile_cost", "i32"),
+        ("item_cost", "i32"),
         ("max_splits", "i32"),
         ("force_splits", "i32"),
         ("min_chunk_tiles", "i32"),

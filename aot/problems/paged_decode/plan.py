@@ -12,13 +12,14 @@ from cubinery.aot.problems import Finding, Place, Subject
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.device_planner import DevicePlanner
 from cubinery.runtime.ops.paged_decode.plan_config import PlanConfig
-from cubinery.runtime.ops.paged_decode.planner import LONE_TILE_COST
+from cubinery.runtime.ops.paged_decode.planner import ITEM_COST, LONE_TILE_COST
 from cubinery.runtime.ops.paged_decode.windows import EVERYTHING, Window, plan_visible
 
 H200 = {"num_kv_heads": 8, "q_tiles": 1, "sm_count": 132, "ctas_per_sm": 2, "policy": "balanced"}
 THOR = {"num_kv_heads": 4, "q_tiles": 1, "sm_count": 20, "ctas_per_sm": 2, "policy": "thor"}
 DEFAULTS = {
-    "max_splits": None, "force_splits": 0, "min_chunk_tiles": 1, "lone_tile_cost": LONE_TILE_COST, "pad_to": 0,
+    "max_splits": None, "force_splits": 0, "min_chunk_tiles": 1, "lone_tile_cost": LONE_TILE_COST,
+    "item_cost": ITEM_COST, "pad_to": 0,
 }  # fmt: skip
 
 
@@ -44,6 +45,8 @@ def cases(seed: int) -> list[Case]:
         Case(lengths=[131072]),
         Case(lengths=[0, 0, 0], spare=4, wide=True),
         Case(lengths=mixed, spare=30),
+        Case(lengths=mixed, options=H200 | {"ctas_per_sm": 1, "lone_tile_cost": 17, "item_cost": 144}),
+        Case(lengths=[9000] * 33, options=H200 | {"num_kv_heads": 4, "ctas_per_sm": 1, "item_cost": 36}),
         Case(lengths=[65536, *[4096] * 31], spare=1, wide=True, options=H200 | {"min_chunk_tiles": 3}),
         Case(lengths=mixed, window=Window(1024, 4), options=H200 | {"max_splits": 4}),
         Case(lengths=[131072], options=THOR, spare=6),

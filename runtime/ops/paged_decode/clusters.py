@@ -34,11 +34,13 @@ CLUSTER_RULES = (
     ClusterRule(16, 1, 2, 64),  # alone, long sequences lack SMs
     ClusterRule(16, 1, 2, 128, max_row_bytes=128),
     ClusterRule(16, 3, 7, 128),  # seven find a GPC each; from eight on, some SMs would have two CTAs and others one
+    ClusterRule(16, 3, 7, 256, max_row_bytes=128),
     ClusterRule(8, 8, 16, 128),
-    ClusterRule(8, 8, 16, 256, max_row_tile=16, max_row_bytes=256),
+    ClusterRule(8, 14, 16, 256, max_row_tile=8, max_row_bytes=128),
     ClusterRule(4, 13, 32, 16, max_row_tile=8),
     ClusterRule(4, 13, 32, 32, max_row_tile=8, max_row_bytes=256),
-    ClusterRule(4, 13, 24, 64, max_row_tile=8, max_row_bytes=128),
+    ClusterRule(4, 13, 24, 32, max_row_bytes=128),
+    ClusterRule(4, 13, 24, 64, max_row_tile=16, max_row_bytes=128),
     # The fewer sequences are halved, the more SMs have nothing to do, which long ones make up for by splits.
     ClusterRule(2, 33, 40, 16),
     ClusterRule(2, 33, 40, 32, max_row_tile=16, max_row_bytes=128),
@@ -46,7 +48,7 @@ CLUSTER_RULES = (
     ClusterRule(2, 36, 40, 32, max_row_tile=16),
     ClusterRule(2, 40, 47, 64, max_row_tile=16, max_row_bytes=256),
     ClusterRule(2, 48, 60, 64, max_row_bytes=256),
-    ClusterRule(2, 48, 51, ANY_LENGTH, max_row_bytes=256),
+    ClusterRule(2, 48, 51, ANY_LENGTH, max_row_tile=16, max_row_bytes=256),
     ClusterRule(2, 61, 63, 32, max_row_bytes=256),
     ClusterRule(2, 64, 66, ANY_LENGTH),
 )

@@ -48,11 +48,14 @@ class DevicePlanner:
             "sm_count": options["sm_count"],
             "ctas_per_sm": options["ctas_per_sm"],
             "lone_tile_cost": options["lone_tile_cost"],
+            "item_cost": options["item_cost"],
             "max_splits": options["max_splits"] or DEFAULT_MAX_SPLITS[policy],
             "force_splits": options["force_splits"],
             "min_chunk_tiles": options["min_chunk_tiles"],
             "window_span": window.q_len - 1 + window.keys if window.keys else EVERY_KEY,
         }
+        if "item_cost" not in kernel.names:  # an older bundle's kernel, which plans several waves otherwise
+            del self._values["item_cost"]
         self._bound: BoundLaunch | None = None
 
     def launch(self, seq_lens: int, size: int, stream: int) -> None:

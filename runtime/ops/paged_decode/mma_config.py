@@ -145,14 +145,15 @@ class MmaConfig(DecodeConfig):
 
     @property
     def lone_tile_cost(self) -> int:
-        """For the planner (see its LONE_TILE_COST): measured on an H200, of narrow formats with 16 rows.
+        """For the planner (see its LONE_TILE_COST), by the time of a tile on an H200.
 
         Arithmetic weighs more against memory the more rows there are, and the fewer bits a code has.
         """
-        if self.row_warps == 2 and self.kv_format in ("bf16", "fp8"):
-            return 17  # of 120 and 132 CTAs on as many SMs: 16 to 18
-        narrow = {"e2m1": 27, "nvfp4": 31, "e3m2": 22, "e2m3": 22}.get(self.kv_format, 11)
-        return max(13 if self.head_dim <= 128 else 16, narrow * self.row_warps)
+        least = 13 if self.head_dim <= 128 else 16
+        if self.row_warps == 1:
+            return {"e2m1": 27, "nvfp4": 31, "e3m2": 22, "e2m3": 22}.get(self.kv_format, least)
+        each = {"bf16": 3, "fp8": 8, "nvfp4": 22, "e2m1": 19, "e3m2": 16, "e2m3": 16}
+        return max(least, each[self.kv_format] * self.row_warps)
 
     @property
     def code_bytes(self) -> int:

@@ -189,7 +189,7 @@ class PagedDecode:
             "q_tiles": q_tiles, "sm_count": self.info.sm_count,
             "ctas_per_sm": config.ctas_per_sm, "max_splits": max_splits, "force_splits": force_splits,
             "min_chunk_tiles": min_chunk_tiles, "pad_to": pad_to,
-            "lone_tile_cost": selection.lone_tile_cost,
+            "lone_tile_cost": selection.lone_tile_cost, "item_cost": config.item_cost,
         }  # fmt: skip
         raw = raw_stream(self.torch_device, stream)
         check_not_capturing(self.library.driver, "plan", raw)
@@ -211,7 +211,7 @@ class PagedDecode:
         splits: SplitPlan | None = None
         alone = selection.alone
         if alone is not None and len(lengths) * ctas <= self.info.sm_count and self._held(alone):
-            own = options | {"ctas_per_sm": 1}
+            own = options | {"ctas_per_sm": 1, "item_cost": alone.item_cost}
             if capturable and not pad_to:
                 # Padding must not wait for an SM either.
                 own["pad_to"] = len(lengths) if max_splits == 1 else self.info.sm_count // ctas

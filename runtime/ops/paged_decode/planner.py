@@ -25,6 +25,7 @@ from cubinery.runtime.ops.paged_decode.config import MAX_SPLITS, TILE_KEYS
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
+Floats = NDArray[np.float64]
 Policy = Literal["thor", "balanced"]
 
 POLICIES: tuple[Policy, ...] = ("thor", "balanced")
@@ -36,17 +37,21 @@ MAX_LENGTH = 2**31 - TILE_KEYS
 MAX_WORK = 65535
 """Most work items of a plan, and most sequences: each is an axis of a grid."""
 
-# The estimate of `balanced`, in sixteenths of the time that an SM of a full machine takes for one tile.
-CHUNK_FACTORS = (8, 9, 10, 12, 14, 16, 17, 18, 19, 20, 22, 24, 28, 32, 40, 48, 64)
+# The estimate of `balanced`, in sixteenths of the time that an SM of a full machine takes for one tile. By plans of
+# every cut, measured on an H200 (`make bench-splits`).
+CHUNK_FACTORS = (4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 17, 18, 19, 20, 22, 24, 28, 32, 40, 48, 64)
 """Chunk lengths that are tried, in sixteenths of an SM's fair share of all tiles; unsplit comes last."""
 LEAST_SHARE = 16
 """A share of less than a tile counts as one, in sixteenths: its multiples would all be the same chunk, of one tile."""
-ITEM_COST = 8
-"""Start, first loads in flight and end of a CTA."""
+START_COST = 8
+"""Start, first loads in flight and end of a CTA, where all run at once."""
 LONE_TILE_COST = 13
 """What a tile costs a CTA that has an SM to itself: it can get more than its share of the bandwidth while others have
 ended. Configurations whose arithmetic takes longer have a cost of their own. Two CTAs beside each other take 3/2 of it
-for a tile each. Where CTAs wait for others to end, 3/4 come on top: the last ones run among few."""
+for a tile each."""
+ITEM_COST = 80
+"""End of a CTA and start of the next one in its place, between which it loads nothing: configurations have their own.
+The machine loses half of that, since others go on."""
 SPLIT_COST = 2
 """Merging one more chunk of the most finely cut sequence."""
 
@@ -144,6 +149,7 @@ def plan_splits(
     min_chunk_tiles: int = 1,
     pad_to: int = 0,
     lone_tile_cost: int = LONE_TILE_COST,
+    item_cost: int = ITEM_COST,
     checked: bool = False,
 ) -> SplitPlan:
     """Plan one decode step.
@@ -151,8 +157,8 @@ def plan_splits(
     `seq_lens` are keys per sequence, new tokens included. `q_tiles` is how many CTAs share the packed query rows of a
     KV head. `max_splits` defaults to 16 (`thor`) or MAX_SPLITS (`balanced`). `force_splits` (0 is off) cuts the longest
     sequence into at most that many chunks, and others into chunks as long. `pad_to` (0 is off) is the exact length of
-    the work list; `balanced` splits less to stay within it. `lone_tile_cost` is the configuration's (see
-    LONE_TILE_COST). `checked` says that `seq_lens` comes from `host_lengths`.
+    the work list; `balanced` splits less to stay within it. `lone_tile_cost` and `item_cost` are the
+    configuration's (see LONE_TILE_COST, ITEM_COST). `checked` says that `seq_lens` comes from `host_lengths`.
 
     Raises PlanError for lengths or options that no plan can serve.
     """
@@ -175,7 +181,7 @@ def plan_splits(
         counts = -(-tiles // chunk) if chunk < longest else None
         work, splits, partials, _ = _whole(tiles, longest) if counts is None else _items(tiles, counts, chunk)
     else:
-        machine = (ctas, sm_count, ctas_per_sm, lone_tile_cost)
+        machine = (ctas, sm_count, ctas_per_sm, lone_tile_cost, item_cost)
         counts = _balanced_counts(tiles, longest, *machine, max_splits, force_splits, min_chunk_tiles, pad_to)
         work, splits, partials, chunk = _whole(tiles, longest) if counts is None else _items(tiles, counts, None)
     items = len(work)
@@ -307,8 +313,8 @@ def _thor_chunk(tiles: Ints, longest: int, slots: int, max_splits: int, force_sp
 
 
 def _balanced_counts(
-    tiles: Ints, longest: int, ctas: int, sm_count: int, ctas_per_sm: int, lone_tile_cost: int, max_splits: int,
-    force_splits: int, min_chunk_tiles: int, pad_to: int,
+    tiles: Ints, longest: int, ctas: int, sm_count: int, ctas_per_sm: int, lone_tile_cost: int, item_cost: int,
+    max_splits: int, force_splits: int, min_chunk_tiles: int, pad_to: int,
 ) -> Ints | None:  # fmt: skip
     """Items of each sequence under the policy `balanced`; None where none is cut."""
     if force_splits:
@@ -325,19 +331,37 @@ def _balanced_counts(
     # Quotients of integers below 2^31 round to the right ones in float64, and numpy divides those several times faster.
     lengths = tiles[cut].astype(np.float64)
     quotients = np.minimum(np.ceil(lengths / chunks), _most_items(tiles[cut], min_chunk_tiles, max_splits))
-    peak = np.ceil((lengths / quotients).max(axis=1)).astype(np.int64)
-    np.maximum(peak, int(tiles[~cut].max(initial=1)), out=peak)
+    sizes, whole = lengths / quotients, tiles[~cut]
+    peak = np.ceil(sizes.max(axis=1)).astype(np.int64)
+    np.maximum(peak, int(whole.max(initial=1)), out=peak)
     counts = quotients.astype(np.int64)
     items = counts.sum(axis=1) + (len(tiles) - len(lengths))
-    even = (16 * total + ITEM_COST * items) * ctas // sm_count
+    # All SMs are busy until the end, or some wait for the longest item, which begins first.
     grid = items * ctas
-    # One CTA an SM, or as many as fit there, or CTAs that wait for others to end.
-    beside = np.minimum(-(-grid // sm_count), ctas_per_sm)
-    estimate = np.maximum(even, lone_tile_cost * peak * (beside + 1) >> 1)
-    estimate += (lone_tile_cost * peak * 3 >> 2) * (grid > sm_count * ctas_per_sm)
-    estimate += SPLIT_COST * counts.max(axis=1)
+    even = (16 * total + START_COST * items) * ctas // sm_count
+    tile = lone_tile_cost * (np.minimum(-(-grid // sm_count), ctas_per_sm) + 1)  # twice what it costs a CTA
+    estimate = np.maximum(even, tile * peak >> 1)
+    resident = sm_count * ctas_per_sm
+    several = int(np.count_nonzero(grid > resident))  # rows of several waves; they come first
+    if several:
+        # Nobody waits, or all that take turns have as much to do, ...
+        gaps = item_cost * items[:several]
+        waves = (16 * total + (gaps >> 1)) * ctas // sm_count
+        np.maximum(waves, ((tile[:several] * total >> 1) + gaps) * ctas // resident - item_cost, out=waves)
+        np.maximum(estimate[:several], waves, out=estimate[:several])
+    merging = SPLIT_COST * counts.max(axis=1)
+    estimate += merging
     if pad_to:
         estimate[items > pad_to] = _NEVER
+    rows = np.flatnonzero(25 * estimate[:several] <= 26 * estimate[several:].min(initial=_NEVER))
+    if len(rows):
+        # ... or some have an item of every wave, of which none is shorter than the longest of the last. (Other rows are
+        # not the best anyway.)
+        ahead = (grid[rows] - 1) // resident
+        place = ahead * resident // ctas
+        last = _falling(items[rows], peak[rows], total, place, quotients[rows], sizes[rows], whole)
+        waves = (tile[rows] * last * (ahead + 1) >> 5) + item_cost * ahead + merging[rows]
+        estimate[rows] = np.maximum(estimate[rows], waves)
     # Of estimates within 4 % of the least, the longest chunks: fewer items cost less traffic and planning.
     good = 25 * estimate <= 26 * estimate.min()
     row = len(chunks) - 1 - int(good[::-1].argmax())
@@ -346,6 +370,30 @@ def _balanced_counts(
     chosen = np.ones_like(tiles)
     chosen[cut] = counts[row]
     return chosen
+
+
+def _falling(items: Ints, peak: Ints, total: int, place: Ints, counts: Floats, sizes: Floats, whole: Ints) -> Ints:
+    """Sixteenths of a tile that the item at `place` has, of all in falling order; a number for each row.
+
+    Lengths are taken to fall evenly from the peak, so that their mean is what it is, but for what the number of items
+    of a quarter, a half and three quarters of the peak says. `counts` (rows, sequences) items have `sizes`, but for
+    rounding up; `whole` sequences are an item each.
+    """
+    full = 16 * peak
+    even = full - ((full - 16 * total // items) * (256 * place // items) >> 7)
+    # Five bins a row: how many full quarters of the peak an item has.
+    quarters = np.ceil(sizes) / (peak / 4)[:, None] + _FIVES[: len(peak)]
+    held = np.bincount(quarters.ravel().astype(np.intp), counts.ravel(), 5 * len(peak)).reshape(-1, 5)
+    larger = held[:, :0:-1].cumsum(axis=1)[:, 1:]  # items of three quarters at least, of a half, of one
+    if len(whole):
+        larger += len(whole) - np.sort(whole).searchsorted((peak[:, None] * _QUARTERS + 3) >> 2)
+    least = (full >> 2) * np.count_nonzero(larger > place[:, None], axis=1)
+    found: Ints = np.minimum(np.maximum(even, least), least + (full >> 2))
+    return found
+
+
+_FIVES = 5.0 * np.arange(len(CHUNK_FACTORS) + 1)[:, None]
+_QUARTERS = np.array([3, 2, 1])
 
 
 def _most_items(tiles: Ints, min_chunk_tiles: int, max_splits: int) -> Ints:

@@ -67,13 +67,14 @@ batches = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     lengths=batches,
     machine=st.sampled_from([H200, THOR]),
     policy=st.sampled_from(["balanced", "thor"]),
     heads=st.sampled_from([1, 3, 8]),
     ctas_per_sm=st.sampled_from([1, 2]),
+    costs=st.sampled_from([(13, 80), (16, 176), (44, 313), (1, 1), (1000, 2000)]),
     max_splits=st.sampled_from([None, None, 1, 3]),
     force_splits=st.sampled_from([0, 0, 0, 1, 7]),
     min_chunk_tiles=st.sampled_from([1, 1, 3]),
@@ -83,11 +84,13 @@ batches = st.one_of(
 )
 def test_equal_to_the_host_planner(
     bundles: Path, lengths: list[int], machine: dict[str, Any], policy: str, heads: int, ctas_per_sm: int,
-    max_splits: int | None, force_splits: int, min_chunk_tiles: int, window: Window, spare: int, wide: bool,
+    costs: tuple[int, int], max_splits: int | None, force_splits: int, min_chunk_tiles: int, window: Window, spare: int,
+    wide: bool,
 ) -> None:  # fmt: skip
     options = machine | {
         "policy": policy, "num_kv_heads": heads, "ctas_per_sm": ctas_per_sm, "max_splits": max_splits,
         "force_splits": force_splits, "min_chunk_tiles": min_chunk_tiles,
+        "lone_tile_cost": costs[0], "item_cost": costs[1],
     }  # fmt: skip
     run = simulator(bundles, "sm_110a" if machine is THOR else "sm_90a")
     assert run(Case(lengths=lengths, spare=spare, window=window, wide=wide, options=options)) == ""
