@@ -27,20 +27,21 @@ LEGEND = (f"CTAs: of a cluster, - for none. without: us without clusters; a plan
 
 K = 1024
 SHORT = Shape("batch", 8, 1, 128, 64, (4 * K,))
+WIDE = replace(SHORT, d=256, h_q=6, page_size=16)
 POINTS: tuple[tuple[Shape, str, Sequence[int], Sequence[int]], ...] = (
     (SHORT, "fp8", (1, 4, 7, 8, 16, 24, 32, 40, 64), (K, 4 * K, 16 * K)),
     (SHORT, "bf16", (1, 4, 7, 8, 16, 24, 32, 40, 64), (4 * K,)),
-    (replace(SHORT, d=256, h_q=6, page_size=16), "fp8", (1, 4, 7, 8, 16, 40, 64), (4 * K, 16 * K)),
+    (WIDE, "fp8", (1, 4, 7, 8, 16, 40, 64), (4 * K, 16 * K)),
     (replace(SHORT, q_len=4), "fp8", (1, 7, 8, 16, 64), (4 * K, 16 * K)),
     (replace(SHORT, h_q=16), "fp8", (7, 16, 40, 64), (4 * K,)),
     (replace(SHORT, d=64), "fp8", (4, 16, 32, 64), (4 * K,)),
-    (replace(SHORT, d=256, h_q=6, page_size=16), "bf16", (1, 7, 8, 16), (4 * K, 16 * K)),
+    (WIDE, "bf16", (1, 7, 8, 16), (4 * K, 16 * K)),
     (SHORT, "fp8", (3, 14), (32 * K,)),
     (SHORT, "fp8", (24,), (8 * K,)),
     (replace(SHORT, q_len=4), "fp8", (24, 44), (2 * K,)),
     *(
-        (replace(SHORT, d=d, h_q=h_q, page_size=page_size), kv_format, (batch,), (keys,))
-        for d, h_q, page_size in ((128, 8, 64), (256, 6, 16))
+        (one, kv_format, (batch,), (keys,))
+        for one in (SHORT, WIDE)
         for kv_format in ("fp8", "bf16")
         for batch, keys in ((33, 2 * K), (36, 4 * K), (40, 8 * K), (48, 32 * K), (60, 8 * K), (63, 4 * K), (64, 32 * K))
     ),

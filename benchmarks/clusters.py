@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks import grid
-from benchmarks.batches import SHORT
+from benchmarks.batches import SHORT, WIDE, K
 from benchmarks.paged_decode import measure_ours
 from benchmarks.shapes import Shape
 from benchmarks.timing import Timer
@@ -21,8 +21,6 @@ from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
-K = 1024
-WIDE = replace(SHORT, d=256, h_q=6, page_size=16)
 FORMS = (
     (SHORT, "fp8"), (SHORT, "bf16"), (WIDE, "fp8"), (WIDE, "bf16"), (replace(SHORT, d=64), "fp8"),
     (replace(SHORT, d=64), "bf16"), (replace(SHORT, h_q=16), "fp8"), (replace(SHORT, q_len=4), "fp8"),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks import grid
-from benchmarks.batches import SHORT
+from benchmarks.batches import SHORT, WIDE, K
 from benchmarks.paged_decode import Result, measure_plan
 from benchmarks.peers import first_line
 from benchmarks.shapes import Problem, Shape
@@ -24,8 +24,6 @@ from cubinery.runtime.errors import CubineryError
 from cubinery.runtime.library import Library
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
 
-K = 1024
-WIDE = replace(SHORT, d=256, h_q=6, page_size=16)
 EIGHT = replace(SHORT, h_q=32, h_k=8)
 FORMS = (
     (replace(SHORT, q_len=4), "fp8"), (replace(SHORT, q_len=4), "bf16"), (WIDE, "fp8"), (WIDE, "bf16"),
@@ -39,7 +37,7 @@ BATCHES = (20, 34, 48, 67, 80, 100, 133, 170, 260)
 """Sequences, times KV heads."""
 
 LENGTHS = ((4 * K, True), (16 * K, True), (16 * K, False))
-"""(keys of the longest sequence, whether all are as long; if not, they rise evenly from a share of it)."""
+"""(keys of the longest sequence, whether all are as long; if not, the i-th of n has i/n of them)."""
 
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 11)
 """Chunks that the longest sequence is cut into; others are cut into chunks as long."""
@@ -103,17 +101,18 @@ def batches() -> Iterator[tuple[Shape, str, int, bool]]:
 def measure(library: Library, timer: Timer, device: torch.device) -> Iterator[Row | str]:
     """Prove and time each batch with every plan; yields rows, and what is wrong with those that have none."""
     for shape, kv_format, keys, even in batches():
+        title = f"{replace(shape, lens=(keys,)).title}, {kv_format}, {len(shape.lens)} {'alike' if even else 'rising'}"
         try:
             for splits, result in _plans(library, shape, kv_format, timer, device):
                 if result.time is None:
-                    yield f"{shape.title}, {kv_format}, {splits} splits: {result.error}"
+                    yield f"{title}, {splits} splits: {result.error}"
                 else:
                     yield Row(
                         shape.h_q, shape.h_k, shape.d, kv_format, shape.q_len, len(shape.lens), keys, int(even), splits,
                         result.items, round(result.time.us, 2),
                     )  # fmt: skip
         except CubineryError as error:
-            yield f"{shape.title}, {kv_format}: {first_line(error)}"
+            yield f"{title}: {first_line(error)}"
         gc.collect()  # a plan and its graph hold each other, and with them the cache
         torch.cuda.empty_cache()
 
