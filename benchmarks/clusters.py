@@ -56,6 +56,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
+        """Time over that without clusters."""
         return self.us / self.without_us
 
     @property

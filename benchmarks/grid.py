@@ -37,12 +37,14 @@ Measure = Callable[[Library, Timer, torch.device], Iterator["R | str"]]
 
 
 def write(path: Path, kind: type[R], rows: Iterable[R]) -> None:
-    """The rows as CSV."""
+    """The rows as CSV, each as soon as it is there."""
     names = [field.name for field in fields(kind)]
     with path.open("w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(names)
-        out.writerows([getattr(row, name) for name in names] for row in rows)
+        for row in rows:
+            out.writerow([getattr(row, name) for name in names])
+            file.flush()
 
 
 def read(path: Path, kind: type[R]) -> list[R]:
@@ -62,21 +64,24 @@ def main(
     p.add_argument("--out", type=Path, default=Path(f"build/{tool}.csv"), metavar="FILE", help="the rows, as CSV")
     p.add_argument("--device", type=int, default=0, metavar="N", help="CUDA device (default: 0)")
     options = p.parse_args(argv)
-    rows: list[R] = []
     wrong = 0
+
+    def rows() -> Iterator[R]:
+        nonlocal wrong
+        for found in measure(library, GpuTimer(device, warmup_ms=5, rep_ms=50), device):
+            said = found if isinstance(found, str) else found.line
+            print(said, flush=True)
+            if isinstance(found, str):
+                wrong += 1
+            else:
+                yield found
+
     try:
         library = Library.open(options.bundle)
         device = select_device(options.device)
-        options.out.parent.mkdir(parents=True, exist_ok=True)  # said before minutes were spent, if it cannot be
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         print(header)
-        for found in measure(library, GpuTimer(device, warmup_ms=5, rep_ms=50), device):
-            if isinstance(found, str):
-                wrong += 1
-                print(found, flush=True)
-            else:
-                rows.append(found)
-                print(found.line, flush=True)
-        write(options.out, kind, rows)
+        write(options.out, kind, rows())
     except (CubineryError, OSError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2

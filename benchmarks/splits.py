@@ -140,8 +140,7 @@ def _different(decode: PagedDecode, shape: Shape) -> Iterator[int]:
         ).splits
         if splits == 0 or (plan.num_items not in seen and plan.num_items <= MOST_WAVES * plan.slots):
             yield splits
-        if splits:
-            seen.add(plan.num_items)
+        seen.add(plan.num_items)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

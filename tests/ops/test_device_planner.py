@@ -61,16 +61,17 @@ def test_the_arrays_are_those_of_an_update_by_the_host(make_decode: Make, option
         assert torch.equal(*(plan.device_arrays for plan in plans))
 
 
-def test_an_older_bundle_plans_too(make_decode: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel knows no cost of an item."""
+def test_an_older_bundle_is_refused(make_decode: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel knows no cost of an item, and would plan something else than the host."""
     pack = plan_abi.pack_params
     monkeypatch.setattr(plan_abi, "pack_params", lambda *params: pack(*(p for p in params if p[0] != "item_cost")))
     decode, driver = make_decode()
     plan = decode.plan([1500, 200], **HEADS)
-    plan.update_on_device(torch.zeros(2, dtype=torch.int64))
-    (launch,) = driver.launches
-    assert launch.values["lone_tile_cost"] == plan.config.lone_tile_cost
-    assert "item_cost" not in launch.values
+    with pytest.raises(
+        PlanError, match=r"paged_decode-sm_\w+-plan was built by an older cubinery.*build the bundle again"
+    ):
+        plan.update_on_device(torch.zeros(2, dtype=torch.int64))
+    assert driver.launches == []
 
 
 def test_too_many_sequences(make_decode: Make) -> None:

@@ -17,7 +17,7 @@ from cubinery.runtime.arch import ARCHS, resolve
 from cubinery.runtime.errors import BundleError, ConfigError, IntegrityError, ManifestVersionError
 from cubinery.runtime.library import Library
 from cubinery.runtime.manifest import FileRecord
-from cubinery.runtime.ops.paged_decode.config import HEAD_DIMS, KV_BITS, DecodeConfig, MmaConfig
+from cubinery.runtime.ops.paged_decode.config import CONFIGS, HEAD_DIMS, KV_BITS, DecodeConfig, MmaConfig
 from cubinery.runtime.ops.paged_decode.op import PagedDecode
 from cubinery.runtime.ops.paged_decode.rule_rows import rows_of_rules
 from cubinery.runtime.ops.paged_decode.select import Problem, choose, outcomes, select
@@ -304,6 +304,20 @@ def test_only_the_chip_that_was_measured_has_measured_rows(shipped: SelectorTabl
     measured = [row for row in shipped.rows if row.basis == "measured"]
     assert bool(measured) == (shipped.arch == "sm_90a")
     assert all(row.note for row in measured)
+
+
+def test_what_a_tile_costs_in_measured_rows_is_still_true(shipped: SelectorTable) -> None:
+    """These rows win over a configuration's own cost: a change of that must not pass them by."""
+    for row in shipped.rows:
+        if row.basis != "measured":
+            continue
+        for option, kv_format in itertools.product(row.options, row.when["kv_format"]):
+            own = CONFIGS[option.impl].from_axes(
+                {"head_dim": row.when["head_dim"][0], "page_size": 64, "kv_format": kv_format, **option.axes}
+            )
+            assert isinstance(own, DecodeConfig)
+            assert option.lone_tile_cost is not None
+            assert abs(option.lone_tile_cost - own.lone_tile_cost) <= 1, (row.when, option)
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))

@@ -29,6 +29,7 @@ from cubinery.runtime.ops.paged_decode.planner import (
     CHUNK_FACTORS,
     LEAST_SHARE,
     MAX_LENGTH,
+    NEVER,
     SPLIT_COST,
     START_COST,
 )
@@ -41,8 +42,7 @@ RUN_BITS = (2 * PlanConfig.MAX_SEQS - 1).bit_length()
 MOST_TILES = MAX_LENGTH // TILE_KEYS + 1
 """A key is, from the top: how much shorter a run's items are than this, the run, how many items it has."""
 NO_RUN = 1 << 62
-NEVER = 1 << 50
-"""The estimate of a candidate that does not fit the work list."""
+assert CANDIDATES <= min(WARPS, 32), "a warp counts the items of each, and a lane estimates it"
 
 
 class SplitPlanner:

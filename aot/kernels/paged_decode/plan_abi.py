@@ -20,7 +20,7 @@ def plan_record(config: PlanConfig) -> KernelRecord:
         ("ctas", "i32"),  # of a work item: num_kv_heads * q_tiles
         ("sm_count", "i32"),
         ("ctas_per_sm", "i32"),
-        ("lone_tile_cost", "i32"),
+        ("lone_tile_cost", "i32"),  # of the configuration that decodes, as is the next
         ("item_cost", "i32"),
         ("max_splits", "i32"),
         ("force_splits", "i32"),

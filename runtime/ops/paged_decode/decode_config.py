@@ -100,9 +100,9 @@ class DecodeConfig(KernelConfig, ABC):
 
     @property
     def item_cost(self) -> int:
-        """For the planner (see its ITEM_COST): what an SM reads in that time, measured on an H200, in tiles of K and V.
+        """For the planner (see its ITEM_COST): what an SM reads in that time, in sixteenths of a tile of K and V.
 
-        10 us where an SM has one CTA; where it has two, the other goes on.
+        By plans of several waves on an H200, 10 us where an SM has one CTA; where it has two, the other goes on.
         """
         read = (352 if self.ctas_per_sm == 1 else 160) * 1024
         return 16 * read // (2 * TILE_KEYS * (self.row_bytes + self.scale_bytes))

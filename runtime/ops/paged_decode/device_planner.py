@@ -34,6 +34,11 @@ class DevicePlanner:
         """
         if num_seqs > PlanConfig.MAX_SEQS:
             raise PlanError(f"{num_seqs} sequences: plans on the device have at most {PlanConfig.MAX_SEQS}")
+        if "item_cost" not in kernel.names:
+            raise PlanError(
+                f"{kernel.key} was built by an older cubinery, whose plans are not those of the host: build the bundle "
+                "again, or update plans from the host (Plan.update)"
+            )
         policy = options["policy"]
         self.max_length = max_length
         self._kernel = kernel
@@ -54,8 +59,6 @@ class DevicePlanner:
             "min_chunk_tiles": options["min_chunk_tiles"],
             "window_span": window.q_len - 1 + window.keys if window.keys else EVERY_KEY,
         }
-        if "item_cost" not in kernel.names:  # an older bundle's kernel, which plans several waves otherwise
-            del self._values["item_cost"]
         self._bound: BoundLaunch | None = None
 
     def launch(self, seq_lens: int, size: int, stream: int) -> None:

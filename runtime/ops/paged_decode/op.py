@@ -211,7 +211,7 @@ class PagedDecode:
         splits: SplitPlan | None = None
         alone = selection.alone
         if alone is not None and len(lengths) * ctas <= self.info.sm_count and self._held(alone):
-            own = options | {"ctas_per_sm": 1, "item_cost": alone.item_cost}
+            own = options | {"ctas_per_sm": 1}
             if capturable and not pad_to:
                 # Padding must not wait for an SM either.
                 own["pad_to"] = len(lengths) if max_splits == 1 else self.info.sm_count // ctas

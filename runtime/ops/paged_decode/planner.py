@@ -7,8 +7,8 @@ Two policies. `thor` is the planner that the family's specification defines: one
 chosen so that all items run in one wave. `balanced` splits by work whatever the batch size: it minimises an estimate
 of the grid's makespan and evens out the chunks of each sequence.
 
-Needs numpy; imports no torch. No Python loop runs over sequences or work items. `balanced` computes with integers
-alone, so that a planner on the device can give the same answer.
+Needs numpy; imports no torch. No Python loop runs over sequences or work items. `balanced` computes with integers, or
+with floats where these are exact, so that a planner on the device can give the same answer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from cubinery.runtime.errors import PlanError
 from cubinery.runtime.ops.paged_decode.config import MAX_SPLITS, TILE_KEYS
+from cubinery.runtime.ops.paged_decode.table import LARGEST_TILE_COST
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -54,6 +55,8 @@ ITEM_COST = 80
 The machine loses half of that, since others go on."""
 SPLIT_COST = 2
 """Merging one more chunk of the most finely cut sequence."""
+NEVER = 1 << 50
+"""The estimate of what does not fit the work list."""
 
 _TILE_SHIFT = TILE_KEYS.bit_length() - 1
 _TO_KEYS = np.array([1, TILE_KEYS, TILE_KEYS], np.int32)
@@ -166,7 +169,10 @@ def plan_splits(
         raise PlanError(f"policy = {policy!r}: expected one of {', '.join(POLICIES)}")
     if max_splits is None:
         max_splits = DEFAULT_MAX_SPLITS[policy]
-    check_options(num_kv_heads, q_tiles, sm_count, ctas_per_sm, max_splits, force_splits, min_chunk_tiles, pad_to)
+    check_options(
+        num_kv_heads, q_tiles, sm_count, ctas_per_sm, max_splits, force_splits, min_chunk_tiles, pad_to, lone_tile_cost,
+        item_cost,
+    )  # fmt: skip
     lengths = seq_lens if checked else host_lengths(seq_lens)
     tiles = np.maximum((lengths + (TILE_KEYS - 1)) >> _TILE_SHIFT, 1)
     if max(pad_to, len(tiles)) > MAX_WORK:
@@ -202,6 +208,7 @@ def _is_integer(value: Any) -> bool:
 
 PLAN_OPTIONS = (
     "num_kv_heads", "q_tiles", "sm_count", "ctas_per_sm", "max_splits", "force_splits", "min_chunk_tiles", "pad_to",
+    "lone_tile_cost", "item_cost",
 )  # fmt: skip
 """Options of `plan_splits` that are numbers, in the order of `check_options`."""
 
@@ -217,18 +224,22 @@ def check_options(*options: Any) -> None:
 @lru_cache(maxsize=256, typed=True)  # steps of one model differ in their lengths alone; typed, as True equals 1
 def _check_options(
     num_kv_heads: int, q_tiles: int, sm_count: int, ctas_per_sm: int, max_splits: int, force_splits: int,
-    min_chunk_tiles: int, pad_to: int,
+    min_chunk_tiles: int, pad_to: int, lone_tile_cost: int, item_cost: int,
 ) -> None:  # fmt: skip
     """Raise PlanError for options of `plan_splits` that are no integers, or too small, or too large."""
     for name, value, least in (
         ("num_kv_heads", num_kv_heads, 1), ("q_tiles", q_tiles, 1), ("sm_count", sm_count, 1),
         ("ctas_per_sm", ctas_per_sm, 1), ("max_splits", max_splits, 1), ("force_splits", force_splits, 0),
-        ("min_chunk_tiles", min_chunk_tiles, 1), ("pad_to", pad_to, 0),
+        ("min_chunk_tiles", min_chunk_tiles, 1), ("pad_to", pad_to, 0), ("lone_tile_cost", lone_tile_cost, 1),
+        ("item_cost", item_cost, 1),
     ):  # fmt: skip
         if not _is_integer(value) or value < least:
             raise PlanError(f"{name} = {value!r}: expected an integer of at least {least}")
     if max_splits > MAX_SPLITS:
         raise PlanError(f"max_splits = {max_splits}: expected at most {MAX_SPLITS}")
+    for name, value in (("lone_tile_cost", lone_tile_cost), ("item_cost", item_cost)):
+        if value > LARGEST_TILE_COST:
+            raise PlanError(f"{name} = {value}: expected at most {LARGEST_TILE_COST}")
 
 
 def _whole(tiles: Ints, longest: int) -> tuple[Int32s, Int32s, int, int]:
@@ -323,7 +334,7 @@ def _balanced_counts(
     total = int(np.add.reduce(tiles))
     share = max(-(-16 * total * ctas // sm_count), LEAST_SHARE)
     if (CHUNK_FACTORS[0] * share + 255) >> 8 >= longest:  # a share of the work is longer than any sequence
-        return None
+        return None  # the least of them, that is, which is tried
     tried = [chunk for chunk in ((f * share + 255) >> 8 for f in CHUNK_FACTORS) if chunk < longest]
     # Only sequences longer than the shortest chunk are ever cut.
     cut = tiles > tried[0]
@@ -336,31 +347,31 @@ def _balanced_counts(
     np.maximum(peak, int(whole.max(initial=1)), out=peak)
     counts = quotients.astype(np.int64)
     items = counts.sum(axis=1) + (len(tiles) - len(lengths))
-    # All SMs are busy until the end, or some wait for the longest item, which begins first.
-    grid = items * ctas
-    even = (16 * total + START_COST * items) * ctas // sm_count
-    tile = lone_tile_cost * (np.minimum(-(-grid // sm_count), ctas_per_sm) + 1)  # twice what it costs a CTA
-    estimate = np.maximum(even, tile * peak >> 1)
-    resident = sm_count * ctas_per_sm
-    several = int(np.count_nonzero(grid > resident))  # rows of several waves; they come first
+    # A grid of one wave ends when all SMs, busy until then, have read their share, or with the longest item.
+    grid, resident = items * ctas, sm_count * ctas_per_sm
+    shared = (16 * total + START_COST * items) * ctas // sm_count
+    twice = lone_tile_cost * (np.minimum(-(-grid // sm_count), ctas_per_sm) + 1)  # what two tiles cost a CTA
+    estimate = np.maximum(shared, twice * peak >> 1)
+    # One of several waves also ends no sooner than all SMs have read their share with half of the gaps beside it, than
+    # their CTAs have computed theirs with all of the gaps, or than one has that had an item in every wave: none of its
+    # items is shorter than the longest of the last wave.
+    several = int(np.count_nonzero(grid > resident))  # the first rows: chunks ascend, so that items only get fewer
     if several:
-        # Nobody waits, or all that take turns have as much to do, ...
         gaps = item_cost * items[:several]
         waves = (16 * total + (gaps >> 1)) * ctas // sm_count
-        np.maximum(waves, ((tile[:several] * total >> 1) + gaps) * ctas // resident - item_cost, out=waves)
+        np.maximum(waves, ((twice[:several] * total >> 1) + gaps) * ctas // resident - item_cost, out=waves)
         np.maximum(estimate[:several], waves, out=estimate[:several])
     merging = SPLIT_COST * counts.max(axis=1)
     estimate += merging
-    if pad_to:
-        estimate[items > pad_to] = _NEVER
-    rows = np.flatnonzero(25 * estimate[:several] <= 26 * estimate[several:].min(initial=_NEVER))
+    estimate[items > (pad_to or MAX_WORK)] = NEVER
+    # The last of these takes longer to find out, and only raises an estimate: rows that are too slow already may do
+    # without.
+    rows = np.flatnonzero(25 * estimate[:several] <= 26 * estimate[several:].min(initial=NEVER))
     if len(rows):
-        # ... or some have an item of every wave, of which none is shorter than the longest of the last. (Other rows are
-        # not the best anyway.)
         ahead = (grid[rows] - 1) // resident
         place = ahead * resident // ctas
         last = _falling(items[rows], peak[rows], total, place, quotients[rows], sizes[rows], whole)
-        waves = (tile[rows] * last * (ahead + 1) >> 5) + item_cost * ahead + merging[rows]
+        waves = (twice[rows] * last * (ahead + 1) >> 5) + item_cost * ahead + merging[rows]
         estimate[rows] = np.maximum(estimate[rows], waves)
     # Of estimates within 4 % of the least, the longest chunks: fewer items cost less traffic and planning.
     good = 25 * estimate <= 26 * estimate.min()
@@ -372,6 +383,10 @@ def _balanced_counts(
     return chosen
 
 
+_FIVES = 5.0 * np.arange(len(CHUNK_FACTORS) + 1)[:, None]
+_QUARTERS = np.array([3, 2, 1])
+
+
 def _falling(items: Ints, peak: Ints, total: int, place: Ints, counts: Floats, sizes: Floats, whole: Ints) -> Ints:
     """Sixteenths of a tile that the item at `place` has, of all in falling order; a number for each row.
 
@@ -380,25 +395,19 @@ def _falling(items: Ints, peak: Ints, total: int, place: Ints, counts: Floats, s
     rounding up; `whole` sequences are an item each.
     """
     full = 16 * peak
-    even = full - ((full - 16 * total // items) * (256 * place // items) >> 7)
-    # Five bins a row: how many full quarters of the peak an item has.
+    straight = full - ((full - 16 * total // items) * (256 * place // items) >> 7)
+    # Five bins a row: how many full quarters of the peak an item has. Quotients of numbers below 2^25 are too far from
+    # an integer, if they are none, to round to it.
     quarters = np.ceil(sizes) / (peak / 4)[:, None] + _FIVES[: len(peak)]
     held = np.bincount(quarters.ravel().astype(np.intp), counts.ravel(), 5 * len(peak)).reshape(-1, 5)
     larger = held[:, :0:-1].cumsum(axis=1)[:, 1:]  # items of three quarters at least, of a half, of one
     if len(whole):
         larger += len(whole) - np.sort(whole).searchsorted((peak[:, None] * _QUARTERS + 3) >> 2)
     least = (full >> 2) * np.count_nonzero(larger > place[:, None], axis=1)
-    found: Ints = np.minimum(np.maximum(even, least), least + (full >> 2))
+    found: Ints = np.minimum(np.maximum(straight, least), least + (full >> 2))
     return found
-
-
-_FIVES = 5.0 * np.arange(len(CHUNK_FACTORS) + 1)[:, None]
-_QUARTERS = np.array([3, 2, 1])
 
 
 def _most_items(tiles: Ints, min_chunk_tiles: int, max_splits: int) -> Ints:
     """Items that sequences may have at most, as a chunk has `min_chunk_tiles` at least."""
     return np.minimum(np.maximum(tiles // min_chunk_tiles, 1), max_splits)
-
-
-_NEVER = 1 << 50
