@@ -281,10 +281,10 @@ def test_no_other_cut_was_measured_to_be_much_faster() -> None:
         ).num_items  # fmt: skip
         if chosen in measured:
             ratios[batch] = measured[chosen] / min(measured.values())
-    assert len(ratios) > 0.8 * len(times)
+    assert len(ratios) > 0.9 * len(times)
     assert max(ratios.values()) <= 1.2, max(ratios, key=lambda batch: ratios[batch])
-    assert sum(ratio > 1.1 for ratio in ratios.values()) <= 0.02 * len(ratios)
-    assert statistics.geometric_mean(ratios.values()) <= 1.012
+    assert sum(ratio > 1.1 for ratio in ratios.values()) <= 0.03 * len(ratios)
+    assert statistics.geometric_mean(ratios.values()) <= 1.016
 
 
 def test_short_sequences_beside_a_long_one() -> None:
