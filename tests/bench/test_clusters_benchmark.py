@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_driver import FakeDriver, write_outcomes
 from fake_peers import CountingTimer
-from host_kernels import HostKernels
 
 from benchmarks import clusters, grid
 from benchmarks.batches import SHORT
@@ -22,16 +21,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(fp8_library: Callable[[int], Library], monkeypatch: pytest.MonkeyPatch) -> Library:
     """Of what 8/1/128 over fp8 needs; the grid has one short sequence, and two in clusters of 8."""
-    driver = FakeDriver(("sm_90a",))
-    driver.on_launch = HostKernels(1, 8, 1, True)
-    domain = {"head_dim": [128], "page_size": [64], "kv_format": ["fp8"], "group_size": [8]}
-    write_outcomes(tmp_path, "sm_90a", domain)
     monkeypatch.setattr(clusters, "FORMS", ((SHORT, "fp8"),))
     monkeypatch.setattr(clusters, "BATCHES", {16: (1,), 8: (2,)})
     monkeypatch.setattr(clusters, "LENGTHS", (300,))
-    return Library.open(tmp_path, driver=driver)
+    return fp8_library(1)
 
 
 def test_both_plans_are_proved_and_timed_where_clusters_fit(library: Library) -> None:
@@ -70,11 +65,9 @@ def test_the_grid_has_every_size_and_fits_a_gpu() -> None:
 
 
 def test_main_writes_what_it_measured(
-    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    library: Library, command_on: Callable[[Library], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(grid.Library, "open", lambda path: library)
-    monkeypatch.setattr(grid, "select_device", lambda number: CPU)
-    monkeypatch.setattr(grid, "GpuTimer", lambda *_, **__: CountingTimer())
+    command_on(library)
     driver: Any = library.driver
     driver.clusters = 1
     out = tmp_path / "new" / "rows.csv"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_driver import FakeDriver, write_outcomes
 from fake_peers import CountingTimer
-from host_kernels import HostKernels
 
 from benchmarks import grid, splits
 from benchmarks.batches import SHORT
@@ -21,16 +20,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(fp8_library: Callable[[int], Library], monkeypatch: pytest.MonkeyPatch) -> Library:
     """Of what 8/1/128 over fp8 needs; the grid has two sequences of up to seven tiles."""
-    driver = FakeDriver(("sm_90a",))
-    driver.on_launch = HostKernels(2, 8, 1, True)
-    domain = {"head_dim": [128], "page_size": [64], "kv_format": ["fp8"], "group_size": [8]}
-    write_outcomes(tmp_path, "sm_90a", domain)
     monkeypatch.setattr(splits, "FORMS", ((SHORT, "fp8"),))
     monkeypatch.setattr(splits, "BATCHES", (2,))
     monkeypatch.setattr(splits, "LENGTHS", ((800, True), (800, False)))
-    return Library.open(tmp_path, driver=driver)
+    return fp8_library(2)
 
 
 def test_every_plan_is_proved_and_timed_once(library: Library) -> None:
@@ -80,11 +75,9 @@ def test_the_grid_fits_a_gpu_and_has_batches_of_one_wave_and_of_several() -> Non
 
 
 def test_main_writes_what_it_measured(
-    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    library: Library, command_on: Callable[[Library], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(grid.Library, "open", lambda path: library)
-    monkeypatch.setattr(grid, "select_device", lambda number: CPU)
-    monkeypatch.setattr(grid, "GpuTimer", lambda *_, **__: CountingTimer())
+    command_on(library)
     out = tmp_path / "new" / "rows.csv"
     assert splits.main(["--out", str(out)]) == 0
     assert len(grid.read(out, Row)) > 8
@@ -96,21 +89,19 @@ def test_main_writes_what_it_measured(
 
 
 def test_a_file_that_cannot_be_is_said_before_anything_is_measured(
-    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(grid.Library, "open", lambda path: library)
-    monkeypatch.setattr(grid, "select_device", lambda number: CPU)
+    library: Library, command_on: Callable[[Library], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    command_on(library)
     monkeypatch.setattr(splits, "batches", lambda: pytest.fail("measured"))
     assert splits.main(["--out", str(tmp_path)]) == 2
     assert "benchmarks.splits: error: " in capsys.readouterr().err
 
 
 def test_what_was_measured_stays_when_a_run_breaks_off(
-    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: Library, command_on: Callable[[Library], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grid.Library, "open", lambda path: library)
-    monkeypatch.setattr(grid, "select_device", lambda number: CPU)
-    monkeypatch.setattr(grid, "GpuTimer", lambda *_, **__: CountingTimer())
+    command_on(library)
     plans = splits.measure
 
     def broken(*given: Any) -> Any:
