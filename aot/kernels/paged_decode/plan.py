@@ -274,21 +274,21 @@ class SplitPlanner:
         candidate = cutlass.min(lane, Int32(CANDIDATES - 1))
         items, peak, pieces = scratch[32 + candidate], scratch[64 + candidate], scratch[96 + candidate] // 4
         grid = Int64(items) * ctas
-        even = (16 * total + START_COST * Int64(items)) * ctas // sm_count
-        tile = Int64(lone_tile_cost) * (cutlass.min((grid + (sm_count - 1)) // sm_count, Int64(ctas_per_sm)) + 1)
-        estimate = cutlass.max(even, (tile * peak) >> 1)
+        shared = (16 * total + START_COST * Int64(items)) * ctas // sm_count
+        twice = Int64(lone_tile_cost) * (cutlass.min((grid + (sm_count - 1)) // sm_count, Int64(ctas_per_sm)) + 1)
+        estimate = cutlass.max(shared, (twice * peak) >> 1)
         resident = Int64(sm_count) * ctas_per_sm
         if grid > resident:
             ahead = (grid - 1) // resident
             place = Int64(self.place_of_last_wave(items, ctas, sm_count * ctas_per_sm))
-            sixteenths = 16 * Int64(peak)
-            last = sixteenths - (((sixteenths - 16 * total // items) * (256 * place // items)) >> 7)
+            full = 16 * Int64(peak)
+            last = full - (((full - 16 * total // items) * (256 * place // items)) >> 7)
             least = (scratch[96 + candidate] % 4) * (4 * Int64(peak))
             last = cutlass.min(cutlass.max(last, least), least + 4 * Int64(peak))
-            all_items = Int64(item_cost) * items
-            waves = (16 * total + (all_items >> 1)) * ctas // sm_count
-            waves = cutlass.max(waves, (((tile * total) >> 1) + all_items) * ctas // resident - item_cost)
-            waves = cutlass.max(waves, ((tile * last * (ahead + 1)) >> 5) + item_cost * ahead)
+            gaps = Int64(item_cost) * items
+            waves = (16 * total + (gaps >> 1)) * ctas // sm_count
+            waves = cutlass.max(waves, (((twice * total) >> 1) + gaps) * ctas // resident - item_cost)
+            waves = cutlass.max(waves, ((twice * last * (ahead + 1)) >> 5) + item_cost * ahead)
             estimate = cutlass.max(estimate, waves)
         estimate = estimate + SPLIT_COST * Int64(pieces)
         if items > num_work:

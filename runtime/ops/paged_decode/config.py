@@ -10,6 +10,7 @@ from cubinery.runtime.ops.paged_decode.append_config import AppendConfig
 from cubinery.runtime.ops.paged_decode.decode_config import (
     HEAD_DIMS,
     KV_BITS,
+    LARGEST_COST,
     MAX_SPLITS,
     NVFP4_BLOCK,
     TILE_KEYS,
@@ -24,6 +25,7 @@ __all__ = [
     "CONFIGS",
     "HEAD_DIMS",
     "KV_BITS",
+    "LARGEST_COST",
     "MAX_SPLITS",
     "MOST_STAGES",
     "MOST_WARPS",

@@ -30,6 +30,9 @@ HEAD_DIMS = (64, 128, 256, 512)
 MAX_SPLITS = 1024
 """Most chunks that one sequence may be cut into: more than the CTAs of any GPU here. Merging loops over them."""
 
+LARGEST_COST = 1 << 16
+"""What a tile or an item may cost the planner, at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig(KernelConfig, ABC):

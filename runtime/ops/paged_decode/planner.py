@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cubinery.runtime.errors import PlanError
-from cubinery.runtime.ops.paged_decode.config import MAX_SPLITS, TILE_KEYS
-from cubinery.runtime.ops.paged_decode.table import LARGEST_TILE_COST
+from cubinery.runtime.ops.paged_decode.config import LARGEST_COST, MAX_SPLITS, TILE_KEYS
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -39,7 +38,7 @@ MAX_WORK = 65535
 """Most work items of a plan, and most sequences: each is an axis of a grid."""
 
 # The estimate of `balanced`, in sixteenths of the time that an SM of a full machine takes for one tile. By plans of
-# every cut, measured on an H200 (`make bench-splits`).
+# many cuts, measured on an H200 (`make bench-splits`).
 CHUNK_FACTORS = (4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 17, 18, 19, 20, 22, 24, 28, 32, 40, 48, 64)
 """Chunk lengths that are tried, in sixteenths of an SM's fair share of all tiles; unsplit comes last."""
 LEAST_SHARE = 16
@@ -227,19 +226,17 @@ def _check_options(
     min_chunk_tiles: int, pad_to: int, lone_tile_cost: int, item_cost: int,
 ) -> None:  # fmt: skip
     """Raise PlanError for options of `plan_splits` that are no integers, or too small, or too large."""
-    for name, value, least in (
-        ("num_kv_heads", num_kv_heads, 1), ("q_tiles", q_tiles, 1), ("sm_count", sm_count, 1),
-        ("ctas_per_sm", ctas_per_sm, 1), ("max_splits", max_splits, 1), ("force_splits", force_splits, 0),
-        ("min_chunk_tiles", min_chunk_tiles, 1), ("pad_to", pad_to, 0), ("lone_tile_cost", lone_tile_cost, 1),
-        ("item_cost", item_cost, 1),
+    for name, value, least, most in (
+        ("num_kv_heads", num_kv_heads, 1, None), ("q_tiles", q_tiles, 1, None), ("sm_count", sm_count, 1, None),
+        ("ctas_per_sm", ctas_per_sm, 1, None), ("max_splits", max_splits, 1, MAX_SPLITS),
+        ("force_splits", force_splits, 0, None), ("min_chunk_tiles", min_chunk_tiles, 1, None),
+        ("pad_to", pad_to, 0, None), ("lone_tile_cost", lone_tile_cost, 1, LARGEST_COST),
+        ("item_cost", item_cost, 1, LARGEST_COST),
     ):  # fmt: skip
         if not _is_integer(value) or value < least:
             raise PlanError(f"{name} = {value!r}: expected an integer of at least {least}")
-    if max_splits > MAX_SPLITS:
-        raise PlanError(f"max_splits = {max_splits}: expected at most {MAX_SPLITS}")
-    for name, value in (("lone_tile_cost", lone_tile_cost), ("item_cost", item_cost)):
-        if value > LARGEST_TILE_COST:
-            raise PlanError(f"{name} = {value}: expected at most {LARGEST_TILE_COST}")
+        if most is not None and value > most:
+            raise PlanError(f"{name} = {value}: expected at most {most}")
 
 
 def _whole(tiles: Ints, longest: int) -> tuple[Int32s, Int32s, int, int]:
@@ -333,8 +330,8 @@ def _balanced_counts(
         return np.minimum((tiles + (chunk - 1)) // chunk, _most_items(tiles, min_chunk_tiles, max_splits))
     total = int(np.add.reduce(tiles))
     share = max(-(-16 * total * ctas // sm_count), LEAST_SHARE)
-    if (CHUNK_FACTORS[0] * share + 255) >> 8 >= longest:  # a share of the work is longer than any sequence
-        return None  # the least of them, that is, which is tried
+    if (CHUNK_FACTORS[0] * share + 255) >> 8 >= longest:  # no sequence is longer than the shortest chunk
+        return None
     tried = [chunk for chunk in ((f * share + 255) >> 8 for f in CHUNK_FACTORS) if chunk < longest]
     # Only sequences longer than the shortest chunk are ever cut.
     cut = tiles > tried[0]

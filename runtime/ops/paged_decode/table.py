@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cubinery.runtime.config import KernelConfig
 from cubinery.runtime.errors import BundleError, ManifestVersionError
 from cubinery.runtime.manifest_checks import InvalidError, choice, fail, integer, list_of, record_of, text
-from cubinery.runtime.ops.paged_decode.config import CONFIGS, DecodeConfig
+from cubinery.runtime.ops.paged_decode.config import CONFIGS, LARGEST_COST, DecodeConfig
 
 if TYPE_CHECKING:
     from cubinery.runtime.ops.paged_decode.select import Problem
@@ -37,8 +37,6 @@ Basis = Literal["measured", "estimate"]
 BASES = ("measured", "estimate")
 SPLIT_POLICIES = ("thor", "balanced")
 """Those of `planner.POLICIES`, which needs numpy."""
-
-LARGEST_TILE_COST = 1 << 16
 
 RANGE = "n_q"
 """The condition that is a range [least, most], both included; null is no end."""
@@ -221,7 +219,7 @@ def _option(value: Any, where: str) -> Option:
     if "policy" in value:
         choice(policy, SPLIT_POLICIES, f"{where}.policy")
     if "lone_tile_cost" in value:
-        integer(cost, f"{where}.lone_tile_cost", 1, LARGEST_TILE_COST)
+        integer(cost, f"{where}.lone_tile_cost", 1, LARGEST_COST)
     impl = choice(axes.pop("impl", None), DECODE_IMPLS, f"{where}.impl")
     known = _OF_IMPL[impl]
     for name in axes:
